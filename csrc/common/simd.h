@@ -1,0 +1,58 @@
+// Vectors of the instruction set at hand. Included by a kernel body inside namespace dpk::DPK_ISA, hence once per
+// instruction set and without an include guard. GCC's vector extensions do the arithmetic; a product and a sum contract
+// to one FMA where there is one.
+
+template <typename T>
+struct VecOf {
+  typedef T type __attribute__((vector_size(DPK_VECTOR_BYTES)));
+  static constexpr int64_t kLanes = DPK_VECTOR_BYTES / sizeof(T);
+};
+template <typename T>
+using Vec = typename VecOf<T>::type;
+template <typename T>
+constexpr int64_t kLanes = VecOf<T>::kLanes;
+
+template <typename T>
+static inline Vec<T> load(const T* p) {
+  Vec<T> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <typename T>
+static inline void store(T* p, Vec<T> v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+
+// Sum of the lanes in double.
+template <typename T>
+static inline double lane_sum(Vec<T> v) {
+  double s = 0;
+  for (int64_t l = 0; l < kLanes<T>; ++l) s += static_cast<double>(v[l]);
+  return s;
+}
+
+// One vector of doubles from as many values of T.
+template <typename T>
+static inline Vec<double> load_double(const T* p) {
+  typedef T Narrow __attribute__((vector_size(kLanes<double> * sizeof(T))));
+  Narrow v;
+  std::memcpy(&v, p, sizeof(v));
+  return __builtin_convertvector(v, Vec<double>);
+}
+
+// Sum of squares of n values, accumulated in double: float values from 1e-38 to 1e38 neither overflow nor vanish.
+template <typename T>
+static inline double sum_of_squares(const T* p, int64_t n) {
+  constexpr int64_t kUnroll = 4;
+  Vec<double> partial[kUnroll] = {};
+  const int64_t whole = n - n % (kUnroll * kLanes<double>);
+  for (int64_t i = 0; i < whole; i += kUnroll * kLanes<double>)
+    for (int64_t u = 0; u < kUnroll; ++u) {
+      const Vec<double> x = load_double(p + i + u * kLanes<double>);
+      partial[u] += x * x;
+    }
+  double s = lane_sum<double>((partial[0] + partial[1]) + (partial[2] + partial[3]));
+  for (int64_t i = whole; i < n; ++i) s += static_cast<double>(p[i]) * static_cast<double>(p[i]);
+  return s;
+}

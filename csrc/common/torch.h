@@ -1,0 +1,60 @@
+// What every *_torch.cpp needs of PyTorch's stable ABI. No other file of csrc includes torch.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+namespace dpk {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <typename T>
+T* mutable_data(Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline Tensor empty_double(const Tensor& like, std::initializer_list<int64_t> sizes) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()),
+                                  ScalarType::Double);
+}
+
+// The wrappers in dpkernels/ops raise the errors that users see; these checks keep a direct call of an operator from
+// reading out of bounds.
+inline void check_input(const Tensor& t, const char* name, int64_t dim, ScalarType type) {
+  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous(), name, " must be a contiguous CPU tensor");
+  STD_TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dimensions, got ", t.dim());
+  STD_TORCH_CHECK(t.scalar_type() == type, name, " has an unexpected dtype");
+}
+
+inline void check_size(bool equal, const char* what) { STD_TORCH_CHECK(equal, "sizes do not match: ", what); }
+
+// Calls f(T{}) for T = float or double; the wrappers widen half precision.
+template <typename F>
+auto for_dtype(const Tensor& t, F f) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::Double,
+                  "dtype must be float32 or float64");
+  return t.scalar_type() == ScalarType::Float ? f(float{}) : f(double{});
+}
+
+// f(begin, end) over [0, n) on torch's threads, in pieces of about `work` operations each unit of n costs.
+template <typename F>
+void parallel(int64_t n, int64_t work, F f) {
+  if (n == 0) return;
+  constexpr int64_t kWorthAThread = 1 << 15;
+  torch::stable::parallel_for(0, n, std::max<int64_t>(1, kWorthAThread / std::max<int64_t>(1, work)), f);
+}
+
+}  // namespace dpk

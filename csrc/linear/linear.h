@@ -1,0 +1,38 @@
+// Linear layers: y_t = W a_t + b, so the gradient of one example is sum_t g_t a_t^T for the weight and sum_t g_t for
+// the bias.
+#pragma once
+
+#include <cstdint>
+
+namespace dpk {
+
+template <typename T>
+struct LinearNormParams {
+  const T* activations;   // [batch, positions, in_features]
+  const T* output_grads;  // [batch, positions, out_features]
+  double* squared_norms;  // [batch]
+  int64_t positions, in_features, out_features;
+  bool weight, bias;  // which parameters count
+};
+
+template <typename T>
+struct LinearSumParams {
+  const T* activations;   // [batch, positions, in_features]
+  const T* output_grads;  // [batch, positions, out_features]
+  const double* weights;  // [batch]; an example of weight 0 is skipped
+  double* weight_sum;     // [out_features, in_features] or null
+  double* bias_sum;       // [out_features] or null
+  int64_t batch, positions, in_features, out_features;
+};
+
+// Squared gradient norms of the examples begin <= b < end, rounded upward.
+template <typename T>
+void linear_squared_norms_cpu(const LinearNormParams<T>& params, int64_t begin, int64_t end);
+
+// Clipped sums for the tasks begin <= task < end, of linear_sum_tasks in all.
+template <typename T>
+void linear_clipped_sums_cpu(const LinearSumParams<T>& params, int64_t begin, int64_t end);
+
+int64_t linear_sum_tasks(int64_t in_features, int64_t out_features);
+
+}  // namespace dpk

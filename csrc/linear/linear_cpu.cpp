@@ -1,0 +1,231 @@
+// Linear layers on the CPU.
+//
+// Squared norms, per example, with a_t and g_t the rows of one example:
+//   T = 1:  ||g a^T||^2 = ||a||^2 ||g||^2
+//   Gram:   ||sum_t g_t a_t^T||^2 = sum_{t,t'} (a_t . a_t') (g_t . g_t')       T^2 (p + d) products, no p x d gradient
+//   direct: the p x d gradient in register tiles, squared on the spot          T p d products
+// The cheaper of the last two is taken. Both round, and a Gram form cancels: with S = sum_t ||a_t|| ||g_t||, every
+// rounding error of the squared norm is at most c u S^2, which is added, so the result is never below the true one.
+// Where that term exceeds 1% of a Gram norm the example is recomputed directly, and where it exceeds 1% of a direct
+// norm in float, in double.
+//
+// Clipped sums: sum_b w_b sum_t g_bt a_bt^T, one matrix product over all rows in double. Products of two floats are
+// exact in double, so no example's contribution depends on the others beyond 2^-53. A tile of the weight walks over all
+// examples in order: the result does not depend on the number of threads.
+#define DPK_BODY "linear/linear_cpu.cpp"
+#include "common/each_isa.h"
+#include "linear/linear.h"
+
+#ifdef DPK_ISA
+
+namespace dpk::DPK_ISA {
+namespace {
+
+#include "common/simd.h"
+
+constexpr bool kWide = DPK_VECTOR_BYTES == 64;  // 32 vector registers instead of 16
+constexpr int64_t kTileRows = kWide ? 8 : 4;    // outputs in a register tile
+constexpr int64_t kTileVecs = 3;  // vectors of inputs in a register tile: 8x3 or 4x3 accumulators, no spill
+
+// acc[i][v] = sum_k g[k, i] * a[k, v]; g: [depth, kTileRows] packed, a: [depth, kTileVecs * lanes] packed.
+template <typename A>
+inline void tile_product(const A* g, const A* a, int64_t depth, Vec<A> (&acc)[kTileRows][kTileVecs]) {
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<A> x[kTileVecs];
+    for (int64_t v = 0; v < kTileVecs; ++v) x[v] = load<A>(a + (k * kTileVecs + v) * kLanes<A>);
+    for (int64_t i = 0; i < kTileRows; ++i)
+      for (int64_t v = 0; v < kTileVecs; ++v) acc[i][v] += g[k * kTileRows + i] * x[v];
+  }
+}
+
+// Copies columns first <= c < first + width of a row-major [rows, columns] matrix into a [kept, width] panel, zero
+// beyond the last column. With row_weights, rows of weight 0 are left out (they may hold NaN) and the others multiplied
+// if scale is set.
+template <typename T, typename A>
+inline int64_t pack(const T* source, int64_t rows, int64_t columns, int64_t first, int64_t width, A* panel,
+                    const double* row_weights = nullptr, bool scale = false) {
+  const int64_t used = std::clamp<int64_t>(columns - first, 0, width);
+  int64_t kept = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (row_weights && row_weights[r] == 0) continue;
+    const T* row = source + r * columns + first;
+    A* to = panel + kept++ * width;
+    const A factor = scale ? static_cast<A>(row_weights[r]) : A(1);
+    for (int64_t c = 0; c < used; ++c) to[c] = static_cast<A>(row[c]) * factor;
+    for (int64_t c = used; c < width; ++c) to[c] = 0;
+  }
+  return kept;
+}
+
+// Squared norm of sum_t g_t a_t^T with products accumulated in A.
+template <typename T, typename A>
+double direct_squared_norm(const T* a, const T* g, int64_t positions, int64_t p, int64_t d) {
+  constexpr int64_t kWidth = kTileVecs * kLanes<A>;
+  const int64_t row_tiles = (d + kTileRows - 1) / kTileRows;
+  std::vector<A> g_panels(row_tiles * positions * kTileRows), a_panel(positions * kWidth);
+  for (int64_t i = 0; i < row_tiles; ++i)
+    pack(g, positions, d, i * kTileRows, kTileRows, g_panels.data() + i * positions * kTileRows);
+  double total = 0;
+  for (int64_t first = 0; first < p; first += kWidth) {
+    pack(a, positions, p, first, kWidth, a_panel.data());
+    for (int64_t i = 0; i < row_tiles; ++i) {
+      Vec<A> acc[kTileRows][kTileVecs] = {};
+      tile_product<A>(g_panels.data() + i * positions * kTileRows, a_panel.data(), positions, acc);
+      A values[kTileRows * kWidth];
+      std::memcpy(values, acc, sizeof(values));
+      total += sum_of_squares(values, kTileRows * kWidth);
+    }
+  }
+  return total;
+}
+
+template <typename T>
+inline double dot(const T* x, const T* y, int64_t n) {
+  Vec<T> acc[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes<T> <= n; i += 2 * kLanes<T>) {
+    acc[0] += load<T>(x + i) * load<T>(y + i);
+    acc[1] += load<T>(x + i + kLanes<T>) * load<T>(y + i + kLanes<T>);
+  }
+  double s = 0;
+  for (; i < n; ++i) s += static_cast<double>(x[i]) * static_cast<double>(y[i]);
+  return s + lane_sum<T>(acc[0]) + lane_sum<T>(acc[1]);
+}
+
+template <typename T>
+double gram_squared_norm(const T* a, const T* g, int64_t positions, int64_t p, int64_t d) {
+  double total = 0;
+  for (int64_t t = 0; t < positions; ++t)
+    for (int64_t s = 0; s <= t; ++s)
+      total += (s < t ? 2 : 1) * dot(a + t * p, a + s * p, p) * dot(g + t * d, g + s * d, d);
+  return total;
+}
+
+template <typename T>
+double weight_squared_norm(const T* a, const T* g, int64_t positions, int64_t p, int64_t d) {
+  if (positions == 1) return sum_of_squares(a, p) * sum_of_squares(g, d);
+  double magnitude = 0;  // S
+  for (int64_t t = 0; t < positions; ++t)
+    magnitude += std::sqrt(sum_of_squares(a + t * p, p) * sum_of_squares(g + t * d, d));
+  const double unit = std::numeric_limits<T>::epsilon() / 2;
+  // Relative to S^2: a dot of length n over 2 * lanes partial sums errs by (n / (2 lanes) + 2) u, twice for the two
+  // factors.
+  const double gram_term = unit * ((p + d) / (2. * kLanes<T>)+6) * magnitude * magnitude;
+  const double direct_term = unit * 2 * (positions + 2) * magnitude * magnitude;
+  if (positions * (p + d) < 2 * p * d) {  // half of the Gram matrix is enough
+    const double squared = gram_squared_norm(a, g, positions, p, d);
+    if (std::isfinite(squared) && squared > 0 && gram_term <= 0.01 * squared) return squared + gram_term;
+  }
+  const double squared = direct_squared_norm<T, T>(a, g, positions, p, d);
+  if (std::is_same_v<T, double> || (std::isfinite(squared) && direct_term <= 0.01 * squared))
+    return squared + direct_term;
+  const double exact = direct_squared_norm<T, double>(a, g, positions, p, d);
+  return exact + direct_term * (std::numeric_limits<double>::epsilon() / std::numeric_limits<T>::epsilon());
+}
+
+template <typename T>
+double bias_squared_norm(const T* g, int64_t positions, int64_t d) {
+  if (positions == 1) return sum_of_squares(g, d);
+  std::vector<double> sum(d, 0.);
+  for (int64_t t = 0; t < positions; ++t)
+    for (int64_t j = 0; j < d; ++j) sum[j] += g[t * d + j];
+  return sum_of_squares(sum.data(), d);
+}
+
+template <typename T>
+void squared_norms(const LinearNormParams<T>& q, int64_t begin, int64_t end) {
+  for (int64_t b = begin; b < end; ++b) {
+    const T* a = q.activations + b * q.positions * q.in_features;
+    const T* g = q.output_grads + b * q.positions * q.out_features;
+    double squared = 0;
+    if (q.weight) squared += weight_squared_norm(a, g, q.positions, q.in_features, q.out_features);
+    if (q.bias) squared += bias_squared_norm(g, q.positions, q.out_features);
+    q.squared_norms[b] = squared;
+  }
+}
+
+constexpr int64_t kSumWidth = kTileVecs * kLanes<double>;  // inputs of a register tile
+constexpr int64_t kSumColumns = 5 * kSumWidth;  // inputs of a task: whole cache lines of every row that it reads
+constexpr int64_t kSumRows = 64;                // outputs of a task
+constexpr int64_t kSumDepth = 128;              // rows packed at a time: both panels stay in the second-level cache
+
+inline int64_t sum_column_tasks(int64_t p) { return p / kSumColumns + 1; }  // of p + 1 columns
+
+// The bias is column p of the weight, with an activation of 1.
+template <typename T>
+void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
+  const int64_t p = q.in_features, d = q.out_features, rows = q.batch * q.positions;
+  const int64_t last_column = p + (q.bias_sum ? 1 : 0), column_tasks = sum_column_tasks(p);
+  std::vector<double> a_panel(kSumDepth * kSumWidth), g_panels(kSumDepth * kSumRows), sum(kSumRows * kSumColumns),
+      weight(kSumDepth);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t row0 = task / column_tasks * kSumRows, column0 = task % column_tasks * kSumColumns;
+    const int64_t task_rows = std::min(kSumRows, d - row0), task_columns = std::min(kSumColumns, last_column - column0);
+    if (task_columns <= 0 || (!q.weight_sum && column0 + task_columns <= p)) continue;
+    std::fill(sum.begin(), sum.end(), 0.);
+    for (int64_t r = 0; r < rows; r += kSumDepth) {
+      const int64_t depth = std::min(kSumDepth, rows - r);
+      for (int64_t k = 0; k < depth; ++k) weight[k] = q.weights[(r + k) / q.positions];
+      for (int64_t i = 0; i < task_rows; i += kTileRows)
+        pack(q.output_grads + r * d, depth, d, row0 + i, kTileRows, g_panels.data() + i * kSumDepth, weight.data(),
+             true);
+      for (int64_t j = 0; j < task_columns; j += kSumWidth) {
+        const int64_t kept =
+            pack(q.activations + r * p, depth, p, column0 + j, kSumWidth, a_panel.data(), weight.data());
+        if (const int64_t bias = p - column0 - j; 0 <= bias && bias < kSumWidth)
+          for (int64_t k = 0; k < kept; ++k) a_panel[k * kSumWidth + bias] = 1;
+        for (int64_t i = 0; i < task_rows; i += kTileRows) {
+          Vec<double> acc[kTileRows][kTileVecs] = {};
+          tile_product<double>(g_panels.data() + i * kSumDepth, a_panel.data(), kept, acc);
+          for (int64_t y = 0; y < kTileRows; ++y)
+            for (int64_t v = 0; v < kTileVecs; ++v) {
+              double* to = sum.data() + (i + y) * kSumColumns + j + v * kLanes<double>;
+              store<double>(to, load<double>(to) + acc[y][v]);
+            }
+        }
+      }
+    }
+    const int64_t weight_columns = q.weight_sum ? std::min(task_columns, p - column0) : 0;
+    for (int64_t i = 0; i < task_rows; ++i) {
+      const double* from = sum.data() + i * kSumColumns;
+      if (weight_columns > 0) std::copy_n(from, weight_columns, q.weight_sum + (row0 + i) * p + column0);
+      if (q.bias_sum && p < column0 + task_columns) q.bias_sum[row0 + i] = from[p - column0];
+    }
+  }
+}
+
+}  // namespace
+
+void norms(const LinearNormParams<float>& q, int64_t b, int64_t e) { squared_norms(q, b, e); }
+void norms(const LinearNormParams<double>& q, int64_t b, int64_t e) { squared_norms(q, b, e); }
+void sums(const LinearSumParams<float>& q, int64_t b, int64_t e) { clipped_sums(q, b, e); }
+void sums(const LinearSumParams<double>& q, int64_t b, int64_t e) { clipped_sums(q, b, e); }
+int64_t sum_tasks(int64_t p, int64_t d) { return sum_column_tasks(p) * ((d + kSumRows - 1) / kSumRows); }
+
+}  // namespace dpk::DPK_ISA
+
+#else
+
+namespace dpk {
+int64_t linear_sum_tasks(int64_t in_features, int64_t out_features) {
+  DPK_DISPATCH(sum_tasks, in_features, out_features);
+}
+
+template <typename T>
+void linear_squared_norms_cpu(const LinearNormParams<T>& params, int64_t begin, int64_t end) {
+  DPK_DISPATCH(norms, params, begin, end);
+}
+
+template <typename T>
+void linear_clipped_sums_cpu(const LinearSumParams<T>& params, int64_t begin, int64_t end) {
+  DPK_DISPATCH(sums, params, begin, end);
+}
+
+template void linear_squared_norms_cpu(const LinearNormParams<float>&, int64_t, int64_t);
+template void linear_squared_norms_cpu(const LinearNormParams<double>&, int64_t, int64_t);
+template void linear_clipped_sums_cpu(const LinearSumParams<float>&, int64_t, int64_t);
+template void linear_clipped_sums_cpu(const LinearSumParams<double>&, int64_t, int64_t);
+
+}  // namespace dpk
+
+#endif

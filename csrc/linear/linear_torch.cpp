@@ -1,0 +1,76 @@
+#include <tuple>
+
+#include "common/torch.h"
+#include "linear/linear.h"
+
+namespace dpk {
+namespace {
+
+void check(const Tensor& activations, const Tensor& output_grads) {
+  check_input(activations, "activations", 3, activations.scalar_type());
+  check_input(output_grads, "output_grads", 3, activations.scalar_type());
+  check_size(activations.size(0) == output_grads.size(0) && activations.size(1) == output_grads.size(1),
+             "activations, output_grads");
+}
+
+Tensor squared_norms(const Tensor& activations, const Tensor& output_grads, bool weight, bool bias) {
+  check(activations, output_grads);
+  Tensor result = empty_double(activations, {activations.size(0)});
+  for_dtype(activations, [&](auto zero) {
+    using T = decltype(zero);
+    const LinearNormParams<T> params{data<T>(activations),
+                                     data<T>(output_grads),
+                                     mutable_data<double>(result),
+                                     activations.size(1),
+                                     activations.size(2),
+                                     output_grads.size(2),
+                                     weight,
+                                     bias};
+    const int64_t work =
+        params.positions * (params.in_features + params.out_features) * std::min<int64_t>(params.positions, 64);
+    parallel(activations.size(0), work,
+             [&](int64_t begin, int64_t end) { linear_squared_norms_cpu(params, begin, end); });
+  });
+  return result;
+}
+
+std::tuple<Tensor, Tensor> clipped_sums(const Tensor& activations, const Tensor& output_grads, const Tensor& weights,
+                                        bool weight, bool bias) {
+  check(activations, output_grads);
+  check_input(weights, "weights", 1, ScalarType::Double);
+  check_size(weights.size(0) == activations.size(0), "weights, activations");
+  const int64_t p = activations.size(2), d = output_grads.size(2);
+  Tensor weight_sum = empty_double(activations, {weight ? d : 0, weight ? p : 0});
+  Tensor bias_sum = empty_double(activations, {bias ? d : 0});
+  for_dtype(activations, [&](auto zero) {
+    using T = decltype(zero);
+    const LinearSumParams<T> params{data<T>(activations),
+                                    data<T>(output_grads),
+                                    data<double>(weights),
+                                    weight ? mutable_data<double>(weight_sum) : nullptr,
+                                    bias ? mutable_data<double>(bias_sum) : nullptr,
+                                    activations.size(0),
+                                    activations.size(1),
+                                    p,
+                                    d};
+    const int64_t tasks = linear_sum_tasks(p, d);
+    parallel(tasks, activations.size(0) * activations.size(1) * (p + 1) * d / std::max<int64_t>(1, tasks),
+             [&](int64_t begin, int64_t end) { linear_clipped_sums_cpu(params, begin, end); });
+  });
+  return {weight_sum, bias_sum};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+  m.def("linear_squared_norms(Tensor activations, Tensor output_grads, bool weight, bool bias) -> Tensor");
+  m.def(
+      "linear_clipped_sums(Tensor activations, Tensor output_grads, Tensor weights, bool weight, bool bias) -> "
+      "(Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+  m.impl("linear_squared_norms", TORCH_BOX(&squared_norms));
+  m.impl("linear_clipped_sums", TORCH_BOX(&clipped_sums));
+}
+
+}  // namespace
+}  // namespace dpk

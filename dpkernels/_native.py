@@ -1,0 +1,50 @@
+"""Loads the compiled libraries: the operators ``torch.ops.dpkernels.*`` and the pybind11 module ``_host``."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+
+def _explain(error: Exception) -> ImportError:
+    return ImportError(
+        f"dpkernels' compiled library could not be loaded with torch {torch.__version__}: {error}\n"
+        "Build it against this torch with: pip install --no-build-isolation . (from a checkout: "
+        "python setup.py build_ext --inplace)"
+    )
+
+
+def _load_operators() -> None:
+    spec = importlib.util.find_spec("dpkernels._C")
+    if spec is None or spec.origin is None:
+        raise _explain(FileNotFoundError(f"no _C library in {Path(__file__).parent}"))
+    try:
+        torch.ops.load_library(spec.origin)
+    except OSError as error:
+        raise _explain(error) from error
+
+
+_load_operators()
+try:
+    from dpkernels import _host as host
+except ImportError as error:
+    raise _explain(error) from error
+
+__all__ = ["active_isa", "host", "isas", "set_isa"]
+
+
+def isas() -> list[str]:
+    """Instruction sets that the CPU kernels can run here, narrowest first: ``baseline``, ``avx2``, ``avx512``."""
+    return list(host.cpu_isas())
+
+
+def active_isa() -> str:
+    """The instruction set that the CPU kernels run now; the widest unless :func:`set_isa` chose another."""
+    return isas()[torch.ops.dpkernels.get_cpu_isa()]
+
+
+def set_isa(isa: str) -> None:
+    """Make the CPU kernels run ``isa``, one of :func:`isas`; for tests and measurements."""
+    if isa not in isas():
+        raise ValueError(f"isa must be one of {isas()} on this CPU, got {isa!r}")
+    torch.ops.dpkernels.set_cpu_isa(isas().index(isa))

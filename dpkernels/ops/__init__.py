@@ -1,0 +1,1 @@
+"""The compiled operators: checked arguments in, tensors out. One module per kernel family."""

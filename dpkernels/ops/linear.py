@@ -1,0 +1,70 @@
+"""Linear layers: per-example squared gradient norms and clipped sums."""
+
+import torch
+from torch import Tensor
+
+from dpkernels import _native  # noqa: F401  (loads the operators)
+from dpkernels.ops._checks import require_size, require_tensor, require_weights, widen
+
+
+def _check(activations: Tensor, output_grads: Tensor) -> None:
+    require_tensor(activations, "activations", "[batch, positions, in_features]")
+    require_tensor(output_grads, "output_grads", "[batch, positions, out_features]")
+    for dim, what in enumerate(("batch", "positions")):
+        require_size(output_grads, "output_grads", dim, activations.size(dim), f"the {what} of activations")
+
+
+def linear_squared_norms(
+    activations: Tensor, output_grads: Tensor, *, weight: bool = True, bias: bool = True
+) -> Tensor:
+    """Squared norm of each example's gradient, ``|| sum_t g_t a_t^T ||^2`` for the weight plus ``|| sum_t g_t ||^2`` for the bias.
+
+    Args:
+        activations: [batch, positions, in_features], the layer's input.
+        output_grads: [batch, positions, out_features], the gradient of the summed losses with respect to its output.
+        weight, bias: which parameters count.
+
+    Returns:
+        float64 [batch], rounded upward: never below the norm of the exact gradient.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit.
+    """
+    _check(activations, output_grads)
+    return torch.ops.dpkernels.linear_squared_norms(*widen(activations, output_grads), weight, bias)
+
+
+def linear_clipped_sums(
+    activations: Tensor, output_grads: Tensor, weights: Tensor, *, weight: bool = True, bias: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Weighted sums over examples: ``sum_b w_b sum_t g_bt a_bt^T`` and ``sum_b w_b sum_t g_bt``.
+
+    Args:
+        activations: [batch, positions, in_features].
+        output_grads: [batch, positions, out_features].
+        weights: float64 [batch]; an example of weight 0 is skipped, whatever its values.
+        weight, bias: which sums are wanted; the other comes back empty.
+
+    Returns:
+        float64 [out_features, in_features] and float64 [out_features], accumulated in float64.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit.
+    """
+    _check(activations, output_grads)
+    require_weights(weights, activations.size(0))
+    return torch.ops.dpkernels.linear_clipped_sums(
+        *widen(activations, output_grads), weights.contiguous(), weight, bias
+    )
+
+
+@torch.library.register_fake("dpkernels::linear_squared_norms")
+def _(activations: Tensor, output_grads: Tensor, weight: bool, bias: bool) -> Tensor:
+    return activations.new_empty(activations.size(0), dtype=torch.float64)
+
+
+@torch.library.register_fake("dpkernels::linear_clipped_sums")
+def _(activations: Tensor, output_grads: Tensor, weights: Tensor, weight: bool, bias: bool) -> tuple[Tensor, Tensor]:
+    p, d = activations.size(2), output_grads.size(2)
+    new = lambda *shape: activations.new_empty(shape, dtype=torch.float64)  # noqa: E731
+    return new(d if weight else 0, p if weight else 0), new(d if bias else 0)

@@ -1,0 +1,63 @@
+"""Builds dpkernels' two native libraries.
+
+``_C``     the operators, through PyTorch's stable ABI: one binary for every torch from 2.11 on
+``_host``  a pybind11 module with build information
+
+``csrc/families.txt`` lists the kernel families; CMakeLists.txt reads the same list.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import pybind11
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError as error:
+    sys.exit(
+        f"dpkernels builds against the installed torch, and {error.name!r} is not installed. Install what is needed with\n"
+        "    pip install torch setuptools ninja pybind11\n"
+        "and then dpkernels with\n"
+        "    pip install --no-build-isolation ."
+    )
+
+TORCH_MINIMUM = (2, 11)
+if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < TORCH_MINIMUM:
+    sys.exit(f"dpkernels needs torch >= {TORCH_MINIMUM[0]}.{TORCH_MINIMUM[1]}, found {torch.__version__}")
+
+ROOT = Path(__file__).parent
+os.chdir(ROOT)
+FAMILIES = (ROOT / "csrc" / "families.txt").read_text().split()
+STABLE_ABI = f"0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}000000000000"
+FLAGS = ["-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"]
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
+
+operators = CppExtension(
+    "dpkernels._C",
+    ["csrc/common/isa_torch.cpp"] + [f"csrc/{f}/{f}_{part}.cpp" for f in FAMILIES for part in ("cpu", "torch")],
+    include_dirs=[str(ROOT / "csrc")],
+    depends=HEADERS,
+    define_macros=[("TORCH_TARGET_VERSION", STABLE_ABI), ("Py_LIMITED_API", "0x030A0000")],
+    extra_compile_args=FLAGS,
+    py_limited_api=True,
+)
+host = CppExtension(
+    "dpkernels._host",
+    ["csrc/host/host.cpp"],
+    include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+    depends=HEADERS,
+    define_macros=[
+        ("DPK_BUILD_TORCH", f'"{torch.__version__}"'),
+        ("DPK_STABLE_ABI", '"{}.{}"'.format(*TORCH_MINIMUM)),
+        ("DPK_BUILD_CUDA", '"none"'),
+    ],
+    extra_compile_args=FLAGS,
+)
+
+setup(
+    ext_modules=[operators, host],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -1,0 +1,24 @@
+"""Fixtures that several rooms' tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dpkernels import _native
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once for every instruction set that this CPU has."""
+    if request.param not in _native.isas():
+        pytest.skip(f"this CPU does not run {request.param}")
+    before = _native.active_isa()
+    _native.set_isa(request.param)
+    yield request.param
+    _native.set_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,116 @@
+"""The linear family against its reference in float64."""
+
+import pytest
+import torch
+
+from dpkernels.ops.linear import linear_clipped_sums, linear_squared_norms
+from dpkernels.reference import linear as reference
+
+SHAPES = [(0, 1, 3, 2), (1, 1, 1, 1), (5, 1, 31, 33), (4, 0, 3, 2), (3, 7, 129, 10), (2, 33, 5, 70), (3, 40, 64, 65)]
+
+
+def example(batch: int, positions: int, p: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return (
+        torch.randn(batch, positions, p).to(dtype),
+        torch.randn(batch, positions, d).to(dtype),
+        torch.rand(batch).double(),
+    )
+
+
+def assert_upward(norms: torch.Tensor, expected: torch.Tensor, a: torch.Tensor, g: torch.Tensor) -> None:
+    """At least the true squared norm, and above it by no more than the rounding of a Gram form: c u (sum_t ||a_t|| ||g_t||)^2."""
+    magnitude = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
+    unit = torch.finfo(torch.float64 if a.dtype == torch.float64 else torch.float32).eps / 2
+    slack = unit * (sum(a.shape[1:]) + g.shape[2] + 8) * magnitude.square()
+    assert (norms >= expected * (1 - 1e-12)).all()
+    assert (norms <= expected * (1 + 1e-12) + slack).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
+def test_matches_reference(isa: str, shape: tuple[int, ...], dtype: torch.dtype, which: tuple[bool, bool]) -> None:
+    a, g, w = example(*shape, dtype)
+    weight, bias = which
+    expected = reference.linear_squared_norms(a.double(), g.double(), weight=weight, bias=bias)
+    norms = linear_squared_norms(a, g, weight=weight, bias=bias)
+    assert_upward(norms, expected, a, g)
+    for got, want in zip(
+        linear_clipped_sums(a, g, w, weight=weight, bias=bias),
+        reference.linear_clipped_sums(a.double(), g.double(), w, weight=weight, bias=bias),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_large_task_grid_and_depth(isa: str) -> None:
+    a, g, w = example(150, 3, 200, 70, torch.float32)
+    expected = reference.linear_clipped_sums(a.double(), g.double(), w)
+    for got, want in zip(linear_clipped_sums(a, g, w), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-11)
+
+
+def test_scales_neither_overflow_nor_vanish(isa: str) -> None:
+    for scale_a, scale_g, squared in [(1e25, 1e-25, 1.0), (1e-13, 1e-12, 1e-50), (1e30, 1e30, 1e120)]:
+        a, g = torch.zeros(1, 1, 4), torch.zeros(1, 1, 3)
+        a[..., 2], g[..., 1] = scale_a, scale_g
+        got = linear_squared_norms(a, g, bias=False)
+        torch.testing.assert_close(got, torch.tensor([squared], dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+def test_cancelling_positions_round_upward(isa: str) -> None:
+    """Outer products that nearly cancel: the Gram form would come out negative in float32."""
+    a, g = torch.randn(20, 1, 64), torch.randn(20, 1, 64)
+    a, g = torch.cat([a, a], 1) * 100, torch.cat([g, -g * (1 + 1e-3)], 1)
+    expected = reference.linear_squared_norms(a.double(), g.double(), bias=False)
+    norms = linear_squared_norms(a, g, bias=False)
+    assert (norms >= expected).all()
+    torch.testing.assert_close(norms, expected, rtol=0.02, atol=0)
+
+
+def test_weight_zero_skips_whatever_the_values() -> None:
+    a, g, w = example(3, 2, 5, 4, torch.float32)
+    a[1], g[1], w[1] = torch.nan, torch.inf, 0
+    for got, want in zip(
+        linear_clipped_sums(a, g, w), linear_clipped_sums(a[[0, 2]], g[[0, 2]], w[[0, 2]]), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_same_bits_for_any_number_of_threads() -> None:
+    a, g, w = example(64, 5, 300, 130, torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append((linear_squared_norms(a, g), *linear_clipped_sums(a, g, w)))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_non_contiguous_inputs() -> None:
+    a, g, w = example(4, 3, 6, 5, torch.float32)
+    strided = a.transpose(0, 1).contiguous().transpose(0, 1)
+    expanded = g[:, :1].expand(-1, 3, -1)
+    assert torch.equal(linear_squared_norms(strided, g), linear_squared_norms(a, g))
+    assert torch.equal(linear_clipped_sums(a, expanded, w)[0], linear_clipped_sums(a, expanded.contiguous(), w)[0])
+
+
+def test_opcheck() -> None:
+    a, g, w = example(3, 2, 5, 4, torch.float32)
+    torch.library.opcheck(torch.ops.dpkernels.linear_squared_norms.default, (a, g, True, False))
+    torch.library.opcheck(torch.ops.dpkernels.linear_clipped_sums.default, (a, g, w, True, True))
+
+
+@pytest.mark.parametrize(
+    ("a", "g", "words"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 1, 3), r"activations must be \[batch, positions, in_features\], got 2-D"),
+        (torch.ones(2, 1, 3), torch.ones(3, 1, 3), "output_grads must have size 2 in dimension 0"),
+        (torch.ones(2, 1, 3, dtype=torch.int64), torch.ones(2, 1, 3), "activations must be floating-point"),
+    ],
+)
+def test_errors_name_the_argument(a: torch.Tensor, g: torch.Tensor, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        linear_squared_norms(a, g)
