@@ -18,9 +18,9 @@ try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     sys.exit(
-        f"dpkernels builds against the installed torch, and {error.name!r} is not installed. Install what is needed with\n"
+        f"dpkernels builds against the installed torch, and {error.name!r} is not installed. Install what it needs:\n"
         "    pip install torch setuptools ninja pybind11\n"
-        "and then dpkernels with\n"
+        "and then\n"
         "    pip install --no-build-isolation ."
     )
 

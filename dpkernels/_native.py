@@ -26,7 +26,7 @@ def _load_operators() -> None:
 
 _load_operators()
 try:
-    from dpkernels import _host as host
+    host = importlib.import_module("dpkernels._host")
 except ImportError as error:
     raise _explain(error) from error
 

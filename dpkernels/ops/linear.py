@@ -17,7 +17,7 @@ def _check(activations: Tensor, output_grads: Tensor) -> None:
 def linear_squared_norms(
     activations: Tensor, output_grads: Tensor, *, weight: bool = True, bias: bool = True
 ) -> Tensor:
-    """Squared norm of each example's gradient, ``|| sum_t g_t a_t^T ||^2`` for the weight plus ``|| sum_t g_t ||^2`` for the bias.
+    """Squared norm of each example's gradient: ``||sum_t g_t a_t^T||^2`` (weight) plus ``||sum_t g_t||^2`` (bias).
 
     Args:
         activations: [batch, positions, in_features], the layer's input.

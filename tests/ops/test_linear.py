@@ -18,7 +18,7 @@ def example(batch: int, positions: int, p: int, d: int, dtype: torch.dtype) -> t
 
 
 def assert_upward(norms: torch.Tensor, expected: torch.Tensor, a: torch.Tensor, g: torch.Tensor) -> None:
-    """At least the true squared norm, and above it by no more than the rounding of a Gram form: c u (sum_t ||a_t|| ||g_t||)^2."""
+    """At least the true squared norm, above it by at most a Gram form's rounding, c u (sum_t ||a_t|| ||g_t||)^2."""
     magnitude = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
     unit = torch.finfo(torch.float64 if a.dtype == torch.float64 else torch.float32).eps / 2
     slack = unit * (sum(a.shape[1:]) + g.shape[2] + 8) * magnitude.square()
