@@ -1,0 +1,66 @@
+"""Models by name, as the command line asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from dpkernels.models._shapes import check_count, check_shape
+from dpkernels.models.logistic import linear
+from dpkernels.models.resnet import resnet18, resnet50
+from dpkernels.models.tanh_cnn import cifar10_cnn, mnist_cnn, simple_vgg
+
+_Builder = Callable[[tuple[int, ...], int], nn.Module]
+
+
+def _exactly(shape: tuple[int, ...], build: Callable[[int], nn.Module]) -> _Builder:
+    def builder(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        if input_shape != shape:
+            raise ValueError(
+                f"input_shape must be {shape} for this model, got {input_shape}; "
+                "linear takes any shape and simple_vgg any image"
+            )
+        return build(num_classes)
+
+    return builder
+
+
+def _resnet(build: Callable[..., nn.Module]) -> _Builder:
+    def builder(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        channels, height, width = check_shape("input_shape", input_shape, rank=3)
+        # The stem for photographs divides the size by 4, and the network by 32: a 64x64 image would end as 2x2.
+        stem = "imagenet" if min(height, width) > 64 else "cifar"
+        return build(num_classes, stem=stem, in_channels=channels)
+
+    return builder
+
+
+_MODELS: dict[str, _Builder] = {
+    "linear": linear,
+    "mnist_cnn": _exactly((1, 28, 28), mnist_cnn),
+    "cifar10_cnn": _exactly((3, 32, 32), lambda classes: cifar10_cnn("large", classes)),
+    "cifar10_cnn_small": _exactly((3, 32, 32), lambda classes: cifar10_cnn("small", classes)),
+    "simple_vgg": lambda shape, classes: simple_vgg(input_shape=shape, num_classes=classes),
+    "resnet18": _resnet(resnet18),
+    "resnet50": _resnet(resnet50),
+}
+
+
+def names() -> list[str]:
+    """The names that `create` knows."""
+    return list(_MODELS)
+
+
+def create(name: str, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """The model called `name` for examples of `input_shape` (channels, height, width) and `num_classes` classes.
+
+    Hyphens and underscores are the same, and case does not matter: "mnist-cnn" is "mnist_cnn". Raises ValueError for an
+    unknown name, and where the model does not fit the shape.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    builder = _MODELS.get(name.strip().lower().replace("-", "_"))
+    if builder is None:
+        raise ValueError(f"name must be one of {', '.join(_MODELS)}, got {name!r}")
+    return builder(check_shape("input_shape", input_shape), check_count("num_classes", num_classes))
