@@ -1,0 +1,120 @@
+"""Capture and clipping of one type of module: the interface that every layer implements.
+
+A captured module runs its forward inside :class:`_Capture`, an autograd function over (weight, bias, inputs) whose backward returns
+the gradient of the inputs, no gradient of the parameters, and emits a :class:`Record` of what the per-example gradients are made of.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass
+class Record:
+    """One backward through one call of a module. Every tensor has the batch first."""
+
+    layer: Layer
+    saved: tuple[Tensor, ...]  # what the layer's forward kept
+    output_grad: Tensor  # gradient of the summed losses with respect to the output; may be expanded (strides 0)
+    per_example: dict[str, Tensor] = field(default_factory=dict)  # gradients [batch, ...] that the layer chose to store
+
+    def example(self, index: int) -> Record:
+        """The record of one example, as a batch of one."""
+        one = slice(index, index + 1)
+        return replace(
+            self,
+            saved=tuple(t[one] for t in self.saved),
+            output_grad=self.output_grad[one],
+            per_example={slot: t[one] for slot, t in self.per_example.items()},
+        )
+
+
+Emit = Callable[[Any, Record], None]  # (autograd context, record): how a record reaches the engine
+
+
+class Layer(ABC):
+    """Rule for one type of module. A *slot* is the name of a parameter within the module, such as ``weight``.
+
+    Subclasses list the module types they serve (exactly these types, not subclasses with a forward of their own), say what they
+    refuse, and define the forward, the gradient of its inputs, the squared norms and the clipped sums.
+    """
+
+    module_types: ClassVar[tuple[type[nn.Module], ...]]
+    #: What autocast does to this kind of operation: cast to its dtype ("lower"), to float32 ("float32"), or nothing.
+    autocast: ClassVar[str | None] = "lower"
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.module = module
+        self.path = path
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        """Why this module cannot be trained privately, and the fix; None if it can."""
+        return None
+
+    def slots(self) -> dict[str, nn.Parameter]:
+        """The module's own trainable parameters by slot."""
+        return {name: p for name, p in self.module.named_parameters(recurse=False) if p.requires_grad}
+
+    def call(self, emit: Emit, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with capture. Layers whose forward takes more than one tensor override this."""
+        (x,) = args if not kwargs else (*args, *kwargs.values())
+        return self.capture(emit, x)
+
+    def capture(self, emit: Emit, *inputs: Tensor) -> Tensor:
+        """Run :meth:`run` under autograd so that its backward emits a record."""
+        weight, bias = getattr(self.module, "weight", None), getattr(self.module, "bias", None)
+        device = inputs[0].device.type
+        if self.autocast is not None and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device) if self.autocast == "lower" else torch.float32
+            weight, bias, *cast = (
+                t.to(dtype) if t is not None and t.is_floating_point() else t for t in (weight, bias, *inputs)
+            )
+            with torch.autocast(device, enabled=False):
+                return _Capture.apply(self, emit, weight, bias, *cast)
+        return _Capture.apply(self, emit, weight, bias, *inputs)
+
+    @abstractmethod
+    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The forward: its output, and the batch-first tensors that :meth:`input_grads` and the clipping need."""
+
+    @abstractmethod
+    def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Gradients with respect to the inputs, None where not needed."""
+
+    @abstractmethod
+    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
+        """float64 [batch]: squared norm of each example's gradient over ``slots``, never below the true one. May fill
+        ``record.per_example`` for :meth:`clipped_sums`."""
+
+    @abstractmethod
+    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
+        """float64 sums over examples of weight times gradient, in the parameters' shapes; examples of weight 0 are skipped."""
+
+
+class _Capture(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layer: Layer, emit: Emit, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor
+    ) -> Tensor:
+        output, saved = layer.run(weight, bias, *inputs)
+        ctx.layer, ctx.emit = layer, emit
+        ctx.save_for_backward(weight, *saved)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        record = Record(ctx.layer, tuple(saved), output_grads[0])
+        needed = ctx.needs_input_grad[4:]
+        grads = ctx.layer.input_grads(record, weight, needed) if any(needed) else (None,) * len(needed)
+        ctx.emit(ctx, record)
+        return (None, None, None, None, *grads)

@@ -1,0 +1,39 @@
+"""nn.Linear on input of any rank: [batch, ..., in_features]."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpkernels.layers.base import Layer, Record
+from dpkernels.ops.linear import linear_clipped_sums, linear_squared_norms
+
+
+class LinearLayer(Layer):
+    """The positions between the batch and the features are flattened into one."""
+
+    module_types = (nn.Linear,)
+
+    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (x,) = inputs
+        assert weight is not None
+        return F.linear(x, weight, bias), (x,)
+
+    def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        assert weight is not None
+        return (record.output_grad @ weight,)
+
+    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
+        return linear_squared_norms(*_rows(record), weight="weight" in slots, bias="bias" in slots)
+
+    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
+        weight, bias = linear_clipped_sums(*_rows(record), weights, weight="weight" in slots, bias="bias" in slots)
+        return {slot: value for slot, value in (("weight", weight), ("bias", bias)) if slot in slots}
+
+
+def _rows(record: Record) -> tuple[Tensor, Tensor]:
+    """Activations and output gradients as [batch, positions, features]."""
+    (x,), g = record.saved, record.output_grad
+    positions = math.prod(x.shape[1:-1])
+    return x.reshape(x.size(0), positions, x.size(-1)), g.reshape(x.size(0), positions, g.size(-1))
