@@ -1,11 +1,15 @@
 // What every *_torch.cpp needs of PyTorch's stable ABI. No other file of csrc includes torch.
 #pragma once
 
+// Torch's own templates for lists leave parameters unused.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#pragma GCC diagnostic pop
 
 #include <algorithm>
 #include <cstdint>
