@@ -1,5 +1,6 @@
 // Compiles the including file's body once per instruction set. A kernel file is written as
 //
+//   #include "linear/linear.h"                 // first: what a target region declares would get that target
 //   #define DPK_BODY "linear/linear_cpu.cpp"   // its own path
 //   #include "common/each_isa.h"
 //   #ifdef DPK_ISA
@@ -9,7 +10,8 @@
 //   #endif
 //
 // Standard headers are included here, outside the target regions: their inline functions must not be compiled for a CPU
-// that may be absent. No include guard: the file includes itself through its body.
+// that may be absent, and neither must the dispatch, which takes the target of its first declaration. No include guard:
+// the file includes itself through its body.
 #ifndef DPK_ISA
 
 #include <algorithm>

@@ -12,9 +12,10 @@
 // Clipped sums: sum_b w_b sum_t g_bt a_bt^T, one matrix product over all rows in double. Products of two floats are
 // exact in double, so no example's contribution depends on the others beyond 2^-53. A tile of the weight walks over all
 // examples in order: the result does not depend on the number of threads.
+#include "linear/linear.h"
+
 #define DPK_BODY "linear/linear_cpu.cpp"
 #include "common/each_isa.h"
-#include "linear/linear.h"
 
 #ifdef DPK_ISA
 
