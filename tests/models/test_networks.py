@@ -140,6 +140,17 @@ def test_create_by_name(name: str, shape: tuple[int, ...]) -> None:
     assert models.create(name, shape, 6)(torch.randn(1, *shape)).shape == (1, 6)
 
 
+def test_linear_standardizes_each_example_by_itself() -> None:
+    model = models.linear((1, 8, 8), 3)
+    nn.init.normal_(model[-1].weight)
+    x = torch.rand(4, 1, 8, 8)
+    flat = x.flatten(1)
+    expected = (flat - flat.mean(1, keepdim=True)) / flat.var(1, keepdim=True, correction=0).add(1e-5).sqrt()
+    torch.testing.assert_close(model(x), expected @ model[-1].weight.T)
+    plain = models.linear((1, 8, 8), 3, standardize=False)
+    assert (count(plain), count(model), len(plain)) == (195, 195, 2)
+
+
 def test_create_chooses_the_stem_by_the_image_size() -> None:
     assert models.create("resnet18", (3, 64, 64), 10)[0].kernel_size == (3, 3)
     assert models.create("resnet18", (3, 224, 224), 10)[0].kernel_size == (7, 7)
