@@ -1,0 +1,107 @@
+#include <optional>
+#include <tuple>
+
+#include "common/torch.h"
+#include "norm/norm.h"
+
+namespace dpk {
+namespace {
+
+using Grads = std::tuple<Tensor, Tensor, Tensor>;  // input, weight, bias
+
+void check_values(const Tensor& x, const Tensor& output_grads) {
+  check_input(x, "x", 3, x.scalar_type());
+  check_input(output_grads, "output_grads", 3, x.scalar_type());
+  for (int64_t dim = 0; dim < 3; ++dim) check_size(output_grads.size(dim) == x.size(dim), "output_grads, x");
+}
+
+void check_weight(const std::optional<Tensor>& weight, const Tensor& x, int64_t size) {
+  if (!weight) return;
+  check_input(*weight, "weight", 1, x.scalar_type());
+  check_size(weight->size(0) == size, "weight, x");
+}
+
+Grads allocate(const Tensor& x, bool input_grads, int64_t size) {
+  Tensor input = input_grads ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0, 0, 0});
+  return {input, empty_double(x, {x.size(0), size}), empty_double(x, {x.size(0), size})};
+}
+
+Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Tensor& mean, const Tensor& rstd,
+                          const std::optional<Tensor>& weight, bool input_grads) {
+  check_values(x, output_grads);
+  const int64_t batch = x.size(0), channels = x.size(1);
+  const bool fixed = mean.dim() == 1;
+  const int64_t dims = fixed ? 1 : 2, groups = mean.size(dims - 1);
+  check_input(mean, "mean", dims, x.scalar_type());
+  check_input(rstd, "rstd", dims, x.scalar_type());
+  check_size(rstd.size(dims - 1) == groups && (fixed || (mean.size(0) == batch && rstd.size(0) == batch)),
+             "mean, rstd, x");
+  check_size(groups > 0 && channels % groups == 0, "channels must be a multiple of the groups");
+  check_weight(weight, x, channels);
+  Grads grads = allocate(x, input_grads, channels);
+  for_dtype(x, [&](auto zero) {
+    using T = decltype(zero);
+    const GroupNormParams<T> params{data<T>(x),
+                                    data<T>(output_grads),
+                                    data<T>(mean),
+                                    data<T>(rstd),
+                                    weight ? data<T>(*weight) : nullptr,
+                                    input_grads ? mutable_data<T>(std::get<0>(grads)) : nullptr,
+                                    mutable_data<double>(std::get<1>(grads)),
+                                    mutable_data<double>(std::get<2>(grads)),
+                                    channels,
+                                    groups,
+                                    x.size(2),
+                                    fixed};
+    parallel(batch * groups, channels / groups * x.size(2),
+             [&](int64_t begin, int64_t end) { group_norm_backward_cpu(params, begin, end); });
+  });
+  return grads;
+}
+
+Grads layer_norm_backward(const Tensor& x, const Tensor& output_grads, const std::optional<Tensor>& mean,
+                          const Tensor& rstd, const std::optional<Tensor>& weight, bool input_grads) {
+  check_values(x, output_grads);
+  const int64_t batch = x.size(0), positions = x.size(1), features = x.size(2);
+  if (mean) {
+    check_input(*mean, "mean", 2, x.scalar_type());
+    check_size(mean->size(0) == batch && mean->size(1) == positions, "mean, x");
+  }
+  check_input(rstd, "rstd", 2, x.scalar_type());
+  check_size(rstd.size(0) == batch && rstd.size(1) == positions, "rstd, x");
+  check_weight(weight, x, features);
+  Grads grads = allocate(x, input_grads, features);
+  for_dtype(x, [&](auto zero) {
+    using T = decltype(zero);
+    const LayerNormParams<T> params{data<T>(x),
+                                    data<T>(output_grads),
+                                    mean ? data<T>(*mean) : nullptr,
+                                    data<T>(rstd),
+                                    weight ? data<T>(*weight) : nullptr,
+                                    input_grads ? mutable_data<T>(std::get<0>(grads)) : nullptr,
+                                    mutable_data<double>(std::get<1>(grads)),
+                                    mutable_data<double>(std::get<2>(grads)),
+                                    positions,
+                                    features};
+    parallel(batch, positions * features,
+             [&](int64_t begin, int64_t end) { layer_norm_backward_cpu(params, begin, end); });
+  });
+  return grads;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+  m.def(
+      "group_norm_backward(Tensor x, Tensor output_grads, Tensor mean, Tensor rstd, Tensor? weight, bool input_grads) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor x, Tensor output_grads, Tensor? mean, Tensor rstd, Tensor? weight, bool input_grads) "
+      "-> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+  m.impl("group_norm_backward", TORCH_BOX(&group_norm_backward));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+}
+
+}  // namespace
+}  // namespace dpk
