@@ -1,13 +1,14 @@
-"""Layer types: how each is captured, and what its per-example norms and clipped sums are. :data:`REGISTRY` lists them all."""
+"""Layer types: how each is captured, its per-example norms and its clipped sums. :data:`REGISTRY` lists them all."""
 
 from torch import nn
 
-from dpkernels.layers.base import Layer, Record
+from dpkernels.layers.base import Layer, Record, Rule
 from dpkernels.layers.linear import LinearLayer
+from dpkernels.layers.opaque import OpaqueModule
 
 #: The layer that serves each module type. A subclass that inherits its base's forward is served by the base's layer.
 REGISTRY: dict[type[nn.Module], type[Layer]] = {
     module_type: layer for layer in (LinearLayer,) for module_type in layer.module_types
 }
 
-__all__ = ["REGISTRY", "Layer", "LinearLayer", "Record"]
+__all__ = ["REGISTRY", "Layer", "OpaqueModule", "Record", "Rule"]

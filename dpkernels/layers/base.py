@@ -1,7 +1,8 @@
 """Capture and clipping of one type of module: the interface that every layer implements.
 
-A captured module runs its forward inside :class:`_Capture`, an autograd function over (weight, bias, inputs) whose backward returns
-the gradient of the inputs, no gradient of the parameters, and emits a :class:`Record` of what the per-example gradients are made of.
+A captured module runs its forward inside :class:`_Capture`, an autograd function over (weight, bias, inputs) whose
+backward returns the gradient of the inputs, no gradient of the parameters, and emits a :class:`Record` of what the
+per-example gradients are made of.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.autograd.function import once_differentiable
 class Record:
     """One backward through one call of a module. Every tensor has the batch first."""
 
-    layer: Layer
+    rule: Rule
+    slots: frozenset[str]  # the parameters that it is about
     saved: tuple[Tensor, ...]  # what the layer's forward kept
     output_grad: Tensor  # gradient of the summed losses with respect to the output; may be expanded (strides 0)
     per_example: dict[str, Tensor] = field(default_factory=dict)  # gradients [batch, ...] that the layer chose to store
@@ -39,10 +41,35 @@ class Record:
 Emit = Callable[[Any, Record], None]  # (autograd context, record): how a record reaches the engine
 
 
-class Layer(ABC):
-    """Rule for one type of module. A *slot* is the name of a parameter within the module, such as ``weight``.
+class Rule(ABC):
+    """How one module of a model is captured and clipped. A *slot* is the name of a parameter within the module."""
 
-    Subclasses list the module types they serve (exactly these types, not subclasses with a forward of their own), say what they
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.module = module
+        self.path = path
+
+    def slots(self) -> dict[str, nn.Parameter]:
+        """The module's own trainable parameters by slot."""
+        return {name: p for name, p in self.module.named_parameters(recurse=False) if p.requires_grad}
+
+    @abstractmethod
+    def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with capture; ``forward`` is the module's own."""
+
+    @abstractmethod
+    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
+        """float64 [batch]: squared norm of each example's gradient over ``slots``, never below the true one. May fill
+        ``record.per_example`` for :meth:`clipped_sums`."""
+
+    @abstractmethod
+    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
+        """float64 sums over examples of weight times gradient, shaped as the parameters; weight 0 skips the example."""
+
+
+class Layer(Rule):
+    """Rule for one type of module.
+
+    Subclasses list the module types they serve (not subclasses of these with a forward of their own), say what they
     refuse, and define the forward, the gradient of its inputs, the squared norms and the clipped sums.
     """
 
@@ -50,21 +77,13 @@ class Layer(ABC):
     #: What autocast does to this kind of operation: cast to its dtype ("lower"), to float32 ("float32"), or nothing.
     autocast: ClassVar[str | None] = "lower"
 
-    def __init__(self, module: nn.Module, path: str) -> None:
-        self.module = module
-        self.path = path
-
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
         """Why this module cannot be trained privately, and the fix; None if it can."""
         return None
 
-    def slots(self) -> dict[str, nn.Parameter]:
-        """The module's own trainable parameters by slot."""
-        return {name: p for name, p in self.module.named_parameters(recurse=False) if p.requires_grad}
-
-    def call(self, emit: Emit, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward with capture. Layers whose forward takes more than one tensor override this."""
+    def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Capture of a forward that takes one tensor. Layers whose forward takes more override this."""
         (x,) = args if not kwargs else (*args, *kwargs.values())
         return self.capture(emit, x)
 
@@ -89,15 +108,6 @@ class Layer(ABC):
     def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Gradients with respect to the inputs, None where not needed."""
 
-    @abstractmethod
-    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
-        """float64 [batch]: squared norm of each example's gradient over ``slots``, never below the true one. May fill
-        ``record.per_example`` for :meth:`clipped_sums`."""
-
-    @abstractmethod
-    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        """float64 sums over examples of weight times gradient, in the parameters' shapes; examples of weight 0 are skipped."""
-
 
 class _Capture(torch.autograd.Function):
     @staticmethod
@@ -105,7 +115,7 @@ class _Capture(torch.autograd.Function):
         ctx: Any, layer: Layer, emit: Emit, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         output, saved = layer.run(weight, bias, *inputs)
-        ctx.layer, ctx.emit = layer, emit
+        ctx.layer, ctx.emit, ctx.slots = layer, emit, frozenset(layer.slots())
         ctx.save_for_backward(weight, *saved)
         return output
 
@@ -113,7 +123,7 @@ class _Capture(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        record = Record(ctx.layer, tuple(saved), output_grads[0])
+        record = Record(ctx.layer, ctx.slots, tuple(saved), output_grads[0])
         needed = ctx.needs_input_grad[4:]
         grads = ctx.layer.input_grads(record, weight, needed) if any(needed) else (None,) * len(needed)
         ctx.emit(ctx, record)

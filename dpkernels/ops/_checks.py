@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def require_tensor(value: Tensor, name: str, shape: str) -> None:
-    """Raise unless ``value`` is a floating-point tensor of the rank that ``shape`` shows, e.g. ``[batch, features]``."""
+    """Raise unless ``value`` is a floating-point tensor of the rank that ``shape`` shows: ``[batch, features]``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}")
     if value.dim() != shape.count(",") + 1:

@@ -1,0 +1,6 @@
+"""The engine: attaches to a model, takes per-example norms and clipped sums out of an ordinary backward."""
+
+from dpkernels.clipping.engine import ClippedSum, GhostClipper
+from dpkernels.clipping.survey import UnsupportedModelError
+
+__all__ = ["ClippedSum", "GhostClipper", "UnsupportedModelError"]

@@ -1,0 +1,361 @@
+"""The ghost-clipping engine: per-example norms in one backward pass, clipped sums in a second.
+
+Pass 1 is autograd: every captured module emits a record of its activations and output gradients, and its squared
+per-example norms are computed while both are hot. Pass 2 needs no autograd: from the kept records each layer adds its
+clipped sum. With ``memory="lean"`` no record is kept; instead autograd runs backward a second time, and the clipped sums
+are taken as the records come by.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dpkernels.clipping import rounding
+from dpkernels.clipping.patch import is_patched, patch, unpatch
+from dpkernels.clipping.survey import survey
+from dpkernels.layers import Layer, Record, Rule
+from dpkernels.ops.clip import clip_factors
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum over a physical batch of clipped per-example gradients. It holds no noise yet: do not release it.
+
+    Attributes:
+        grads: parameter name -> float64 tensor in the parameter's shape: sum over examples of the clipped gradient.
+        norms: float64 [batch], each example's gradient norm before clipping. Private.
+        batch_size: number of examples. Private too under Poisson sampling.
+        l2_bound: largest L2 norm by which one example can change ``grads``, rounding included.
+    """
+
+    grads: dict[str, Tensor] = field(repr=False)
+    norms: Tensor = field(repr=False)
+    batch_size: int = field(repr=False)
+    l2_bound: float
+
+
+@dataclass
+class _Batch:
+    """What has been gathered of one physical batch, from its forward to its clipped sum."""
+
+    uses: Counter[nn.Parameter] = field(default_factory=Counter)  # calls in the forward
+    emitted: Counter[nn.Parameter] = field(default_factory=Counter)  # records in the backward
+    records: list[tuple[Record, Tensor]] = field(default_factory=list)  # kept, with their squared norms
+    squared: list[Tensor] = field(default_factory=list)  # squared norms of records that were not kept
+    reused: list[Record] = field(default_factory=list)  # of parameters that were used several times
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None  # clip factors times loss scale, once the norms are known
+    rows: int | None = None
+    task: int | None = None  # autograd's number of the ordinary backward that fills this batch
+
+
+class GhostClipper:
+    """Clips per-example gradients of ``model`` to L2 norm ``max_grad_norm`` over all its trainable parameters.
+
+    Use ``result = clipper.backward(losses)`` with one loss per example, or an ordinary ``loss.backward()`` followed by
+    ``result = clipper.take()``. The batch comes first in every captured activation.
+
+    Args:
+        model: any module; layers outside the registry are handled exactly, but slowly.
+        max_grad_norm: the bound C, in [1e-10, 1e10], or ``inf`` for no clipping.
+        memory: "keep" holds activations and output gradients between the passes; "lean" runs backward twice instead
+            (only with :meth:`backward`).
+        loss_reduction: how an ordinary scalar loss is reduced over the batch: "mean" or "sum".
+
+    Raises:
+        UnsupportedModelError: the model mixes examples or changes state in its training forward; names module and fix.
+        ValueError, TypeError: an argument is out of range, or another clipper is attached to the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float,
+        *,
+        memory: Literal["keep", "lean"] = "keep",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
+            raise TypeError(f"max_grad_norm must be a number, got {type(max_grad_norm).__name__}")
+        if not (1e-10 <= max_grad_norm <= 1e10 or max_grad_norm == float("inf")):
+            raise ValueError(f"max_grad_norm must lie in [1e-10, 1e10] or be inf, got {max_grad_norm}")
+        if memory not in ("keep", "lean"):
+            raise ValueError(f"memory must be 'keep' or 'lean', got {memory!r}")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        rules = survey(model)
+        if any(is_patched(module) for module in model.modules()):
+            raise ValueError("model already has a GhostClipper attached: call its detach() first")
+        self.model = model
+        self.max_grad_norm = float(max_grad_norm)
+        self.memory = memory
+        self.loss_reduction = loss_reduction
+        #: Number of examples in the physical batch, where somebody announced it; else the first captured module tells.
+        self.expected_rows: int | None = None
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._watched: dict[nn.Parameter, RemovableHandle] = {}
+        self._explicit = False  # inside backward(losses)
+        self._batch = _Batch()
+        self._result: ClippedSum | None = None  # of an ordinary backward
+        self._modules = [rule.module for rule in rules]
+        for rule in rules:
+            patch(rule.module, self._captured(rule))
+
+    @property
+    def l2_bound(self) -> float:
+        """Largest L2 norm by which one example can change a clipped sum, rounding included."""
+        return rounding.l2_bound(self.max_grad_norm)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are clipped now, by name: those with ``requires_grad``."""
+        return {name: p for p, name in self._names.items() if p.requires_grad}
+
+    def backward(self, losses: Tensor) -> ClippedSum:
+        """Both passes for one loss per example.
+
+        Args:
+            losses: [batch], where ``losses[i]`` depends on example i alone.
+
+        Returns:
+            The clipped sum of the gradients of ``losses[i]``.
+
+        Raises:
+            ValueError: ``losses`` is not [batch].
+            RuntimeError: backward already ran on this batch or graph, a captured activation does not have the batch
+                first, a trainable parameter took no part, or a gradient reached a parameter outside its module.
+        """
+        if not isinstance(losses, Tensor) or losses.dim() != 1:
+            got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                "losses must be [batch], one loss per example (cross_entropy(..., reduction='none') for instance, "
+                f"averaged over everything but the batch), got {got}"
+            )
+        if self.expected_rows is not None and losses.size(0) != self.expected_rows:
+            raise ValueError(
+                f"losses must have one entry for each of {self.expected_rows} examples, got {losses.size(0)}"
+            )
+        self._require_taken()
+        self._batch = _Batch(uses=self._batch.uses, rows=losses.size(0))
+        self._explicit = True
+        ones, lean = torch.ones_like(losses), self.memory == "lean"
+        try:
+            torch.autograd.backward(losses, ones, retain_graph=lean)
+            norms = self._weigh(loss_scale=1.0)
+            if lean:
+                torch.autograd.backward(losses, ones)
+            return self._sum(norms)
+        finally:
+            self._explicit, self._batch = False, _Batch()
+
+    def take(self) -> ClippedSum:
+        """The result of the ordinary ``loss.backward()`` that just ran; see :meth:`backward` for what that raises.
+
+        Raises:
+            RuntimeError: no backward has run since the last result was taken.
+        """
+        if self._result is None:
+            raise RuntimeError("no backward has run since the last result was taken")
+        result, self._result = self._result, None
+        return result
+
+    def discard(self) -> None:
+        """Forget what was gathered and not taken."""
+        self._result, self._batch = None, _Batch()
+
+    def detach(self) -> None:
+        """Leave the model as it was before the clipper was attached."""
+        for module in self._modules:
+            unpatch(module)
+        for handle in self._watched.values():
+            handle.remove()
+        self._modules, self._watched = [], {}
+        self.discard()
+
+    def __enter__(self) -> GhostClipper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def _captured(self, rule: Rule) -> Callable[..., Any]:
+        """The forward that stands in for the module's own while the clipper is attached."""
+        own_forward = rule.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(rule, Layer) and (reason := rule.refusal(rule.module)) is not None:
+                raise RuntimeError(f"{rule.path}: {reason}")
+            slots = rule.slots()
+            if not slots or not torch.is_grad_enabled():
+                return own_forward(*args, **kwargs)
+            in_backward = torch._C._current_graph_task_id() != -1  # checkpointing recomputes: not another use
+            for parameter in slots.values():
+                if not in_backward:
+                    self._batch.uses[parameter] += 1
+                if parameter not in self._watched:
+                    self._watch(parameter, rule.path)
+            return rule.call(self._emit, own_forward, *args, **kwargs)
+
+        return torch.compiler.disable(forward)
+
+    def _watch(self, parameter: nn.Parameter, path: str) -> None:
+        """Autograd gives captured parameters no gradient: one that gets one is used outside its module."""
+        if parameter not in self._names:
+            raise RuntimeError(f"a parameter of module {path!r} was replaced after attaching: detach and attach again")
+        name = self._names[parameter]
+
+        def complain(p: Tensor) -> None:
+            p.grad = None
+            raise RuntimeError(
+                f"a gradient reached parameter {name!r} outside the forward of its module (a penalty on weights, or a "
+                "functional call): it cannot be clipped per example. Use weight_decay for a penalty, and call the "
+                "module, not its parameter."
+            )
+
+        self._watched[parameter] = parameter.register_post_accumulate_grad_hook(complain)
+
+    # ---- pass 1: records and norms ----------------------------------------------------------------------------------
+
+    def _emit(self, ctx: Any, record: Record) -> None:
+        if not self._explicit:
+            self._enter_ordinary_backward()
+        batch, parameters = self._batch, self._parameters(record)
+        summing = batch.weights is not None
+        if getattr(ctx, "emitted_for", None) is not (batch if summing else None):
+            raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
+        ctx.emitted_for = object() if summing else batch
+        self._check_rows(record)
+        reused = any(batch.uses[p] > 1 for p in parameters.values())
+        if summing:
+            if not reused:
+                self._add(record)
+            return
+        batch.emitted.update(parameters.values())
+        if reused:
+            batch.reused.append(record)
+            return
+        squared = record.rule.squared_norms(record, record.slots)
+        if self.memory == "keep":
+            batch.records.append((record, squared))
+        else:
+            batch.squared.append(squared)
+
+    def _enter_ordinary_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._batch.task:
+            return
+        self._require_taken()
+        if self.memory == "lean":
+            raise RuntimeError("memory='lean' runs backward twice: call backward(losses) with one loss per example")
+        self._batch = _Batch(uses=self._batch.uses, rows=self.expected_rows, task=task)
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave_ordinary_backward)
+
+    def _leave_ordinary_backward(self) -> None:
+        try:
+            scale = float(self._batch.rows or 0) if self.loss_reduction == "mean" else 1.0
+            self._result = self._sum(self._weigh(scale))
+        finally:
+            self._batch = _Batch()
+
+    def _require_taken(self) -> None:
+        if self._result is not None:
+            raise RuntimeError(
+                "backward ran again on a batch whose gradients are already clipped: it would contribute twice. Sum the "
+                "losses of a batch before one backward, then call optimizer.step()."
+            )
+
+    def _check_rows(self, record: Record) -> None:
+        if self._batch.rows is None:
+            self._batch.rows = record.output_grad.size(0) if record.output_grad.dim() else 0
+        for tensor in (record.output_grad, *record.saved):
+            if tensor.dim() == 0 or tensor.size(0) != self._batch.rows:
+                raise RuntimeError(
+                    f"module {record.rule.path!r} must have the batch first, {self._batch.rows} rows, but saw a tensor "
+                    f"of shape {tuple(tensor.shape)}. Rows that are not examples cannot be clipped: keep the batch in "
+                    "dimension 0 and do not merge it with others."
+                )
+
+    @staticmethod
+    def _parameters(record: Record) -> dict[str, nn.Parameter]:
+        slots = record.rule.slots()
+        return {slot: slots[slot] for slot in record.slots}
+
+    # ---- between the passes: clip factors ---------------------------------------------------------------------------
+
+    def _weigh(self, loss_scale: float) -> Tensor:
+        """Set the weight of each example; returns the norms."""
+        batch = self._batch
+        missing = [name for name, p in self.trainable().items() if p not in batch.emitted]
+        if missing:
+            raise RuntimeError(
+                f"no per-example gradient arrived for {', '.join(missing)}: the module was not called, was bypassed, "
+                "or ran under reentrant checkpointing (use use_reentrant=False). Freeze what is not used with "
+                "requires_grad_(False)."
+            )
+        self._set_reused_apart()
+        squared = batch.squared + [squared for _, squared in batch.records]
+        if batch.reused:
+            gradients = (self._joint_gradient(i) for i in range(batch.rows or 0))
+            joint = [sum(float(g.square().sum()) for g in gradient.values()) for gradient in gradients]
+            squared.append(torch.tensor(joint, dtype=torch.float64, device=batch.reused[0].output_grad.device))
+        batch.weights, norms = clip_factors(squared, self.max_grad_norm, loss_scale)
+        return norms
+
+    def _set_reused_apart(self) -> None:
+        """Move records whose parameters turned out to have several (a reuse that the forward could not count)."""
+        batch, counted_apart = self._batch, {p for r in self._batch.reused for p in self._parameters(r).values()}
+        several = {p for p, count in batch.emitted.items() if count > 1} | counted_apart
+        if self.memory == "lean" and several - counted_apart:
+            names = ", ".join(self._names[p] for p in several - counted_apart)
+            raise RuntimeError(f"memory='lean' cannot train {names}: reused under reentrant checkpointing. Use 'keep'.")
+        reused = [r for r, _ in batch.records if several & set(self._parameters(r).values())]
+        batch.reused += reused
+        batch.records = [(r, s) for r, s in batch.records if not several & set(self._parameters(r).values())]
+
+    def _joint_gradient(self, example: int) -> dict[nn.Parameter, Tensor]:
+        """One example's gradient of the parameters that were used several times, summed over the uses."""
+        total: dict[nn.Parameter, Tensor] = {}
+        for record in self._batch.reused:
+            one = torch.ones(1, dtype=torch.float64, device=record.output_grad.device)
+            sums = record.rule.clipped_sums(record.example(example), one, record.slots)
+            for slot, parameter in self._parameters(record).items():
+                total[parameter] = total[parameter] + sums[slot] if parameter in total else sums[slot]
+        return total
+
+    # ---- pass 2: clipped sums ---------------------------------------------------------------------------------------
+
+    def _sum(self, norms: Tensor) -> ClippedSum:
+        batch = self._batch
+        assert batch.weights is not None
+        while batch.records:
+            record, _ = batch.records.pop()  # freed as it is consumed
+            self._add(record)
+        for i in range(batch.rows or 0) if batch.reused else ():
+            if batch.weights[i] != 0:
+                for parameter, gradient in self._joint_gradient(i).items():
+                    self._accumulate(parameter, gradient * batch.weights[i])
+        for parameter in {p for record in batch.reused for p in self._parameters(record).values()} - batch.sums.keys():
+            self._accumulate(parameter, torch.zeros_like(parameter, dtype=torch.float64))  # every example was skipped
+        grads = {name: batch.sums[p] for name, p in self.trainable().items()}
+        return ClippedSum(grads, norms, batch.rows or 0, self.l2_bound)
+
+    def _add(self, record: Record) -> None:
+        assert self._batch.weights is not None
+        sums = record.rule.clipped_sums(record, self._batch.weights, record.slots)
+        for slot, parameter in self._parameters(record).items():
+            self._accumulate(parameter, sums[slot])
+
+    def _accumulate(self, parameter: nn.Parameter, value: Tensor) -> None:
+        known = self._batch.sums.get(parameter)
+        self._batch.sums[parameter] = value if known is None else known.add_(value)
