@@ -2,8 +2,8 @@
 
 Pass 1 is autograd: every captured module emits a record of its activations and output gradients, and its squared
 per-example norms are computed while both are hot. Pass 2 needs no autograd: from the kept records each layer adds its
-clipped sum. With ``memory="lean"`` no record is kept; instead autograd runs backward a second time, and the clipped sums
-are taken as the records come by.
+clipped sum. With ``memory="lean"`` no record is kept; instead autograd runs backward a second time, and the clipped
+sums are taken as the records come by.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpkernels.clipping import rounding
 from dpkernels.clipping.patch import is_patched, patch, unpatch
 from dpkernels.clipping.survey import survey
 from dpkernels.layers import Layer, Record, Rule
-from dpkernels.ops.clip import clip_factors
+from dpkernels.ops.clip import clip_factors, require_max_grad_norm
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class GhostClipper:
     ) -> None:
         if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
             raise TypeError(f"max_grad_norm must be a number, got {type(max_grad_norm).__name__}")
-        if not (1e-10 <= max_grad_norm <= 1e10 or max_grad_norm == float("inf")):
-            raise ValueError(f"max_grad_norm must lie in [1e-10, 1e10] or be inf, got {max_grad_norm}")
+        require_max_grad_norm(max_grad_norm)
         if memory not in ("keep", "lean"):
             raise ValueError(f"memory must be 'keep' or 'lean', got {memory!r}")
         if loss_reduction not in ("mean", "sum"):
@@ -216,6 +215,8 @@ class GhostClipper:
         name = self._names[parameter]
 
         def complain(p: Tensor) -> None:
+            if p.grad is None:  # what the captured module itself sends
+                return
             p.grad = None
             raise RuntimeError(
                 f"a gradient reached parameter {name!r} outside the forward of its module (a penalty on weights, or a "
@@ -263,7 +264,7 @@ class GhostClipper:
 
     def _leave_ordinary_backward(self) -> None:
         try:
-            scale = float(self._batch.rows or 0) if self.loss_reduction == "mean" else 1.0
+            scale = float(self._batch.rows or 1) if self.loss_reduction == "mean" else 1.0
             self._result = self._sum(self._weigh(scale))
         finally:
             self._batch = _Batch()
@@ -296,7 +297,9 @@ class GhostClipper:
     def _weigh(self, loss_scale: float) -> Tensor:
         """Set the weight of each example; returns the norms."""
         batch = self._batch
-        missing = [name for name, p in self.trainable().items() if p not in batch.emitted]
+        missing = {name: p for name, p in self.trainable().items() if p not in batch.emitted}
+        for parameter in missing.values():
+            parameter.grad = None  # what a bypass may have left
         if missing:
             raise RuntimeError(
                 f"no per-example gradient arrived for {', '.join(missing)}: the module was not called, was bypassed, "
@@ -309,7 +312,7 @@ class GhostClipper:
             gradients = (self._joint_gradient(i) for i in range(batch.rows or 0))
             joint = [sum(float(g.square().sum()) for g in gradient.values()) for gradient in gradients]
             squared.append(torch.tensor(joint, dtype=torch.float64, device=batch.reused[0].output_grad.device))
-        batch.weights, norms = clip_factors(squared, self.max_grad_norm, loss_scale)
+        batch.weights, norms = clip_factors(squared, max_grad_norm=self.max_grad_norm, loss_scale=loss_scale)
         return norms
 
     def _set_reused_apart(self) -> None:

@@ -29,7 +29,7 @@ class OpaqueModule(Rule):
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module, path)
-        self._signature = inspect.signature(type(module).forward)
+        self._signature = inspect.signature(module.forward)
         self._vmap = True  # until it fails
 
     def slots(self) -> dict[str, nn.Parameter]:
@@ -37,8 +37,7 @@ class OpaqueModule(Rule):
 
     def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         buffers = {name: (b, b._version) for name, b in self.module.named_buffers()}
-        arguments = self._signature.bind(self.module, *args, **kwargs).arguments
-        arguments.pop("self")
+        arguments = self._signature.bind(*args, **kwargs).arguments
         leaves, tree = tree_flatten(arguments)
         dims, _ = tree_flatten({name: self._argument_dims(name, value) for name, value in arguments.items()})
         batched = [i for i, dim in enumerate(dims) if dim >= 0]
@@ -51,9 +50,9 @@ class OpaqueModule(Rule):
             inputs = list(leaves)
             for i, t in zip(batched, tensors, strict=True):
                 inputs[i] = t
-            bound = inspect.BoundArguments(self._signature, {"self": None, **tree_unflatten(inputs, tree)})
+            bound = inspect.BoundArguments(self._signature, tree_unflatten(inputs, tree))
             named = {f"module.{slot}": p for slot, p in parameters.items()}
-            output = functional_call(body, named, bound.args[1:], bound.kwargs)
+            output = functional_call(body, named, bound.args, bound.kwargs)
             flat, output_tree = tree_flatten(output)
             shape[:] = [output_tree, [isinstance(t, Tensor) for t in flat], flat, self._output_dims(output)]
             return [t for t in flat if isinstance(t, Tensor)]

@@ -1,0 +1,36 @@
+"""The oracle: a loop over single examples with plain autograd in float64."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, x, y) -> one loss per example
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def one_example_loop(
+    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, bound: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Clipped sum and norms by one backward per example, on a float64 copy of the model."""
+    model = copy.deepcopy(model).double()
+    x = x.double() if x.is_floating_point() else x
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros_like(p) for name, p in trainable.items()}
+    norms = torch.zeros(len(x), dtype=torch.float64)
+    for i in range(len(x)):
+        grads = torch.autograd.grad(loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(trainable.values()))
+        norms[i] = torch.stack([g.norm() for g in grads]).norm()
+        for name, g in zip(trainable, grads, strict=True):
+            total[name] += g * min(1.0, bound / float(norms[i]))
+    return total, norms
+
+
+def deviation(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Largest difference of a parameter's sums, relative to that parameter's largest entry."""
+    assert got.keys() == want.keys()
+    return max(float((got[k] - want[k]).abs().max() / want[k].abs().max().clamp_min(1e-12)) for k in want)

@@ -1,0 +1,460 @@
+"""GhostClipper against a loop over single examples in float64."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from dpkernels.clipping import GhostClipper, UnsupportedModelError, check
+from tests.clipping.oracle import cross_entropy, deviation, one_example_loop
+
+BATCH, FEATURES, CLASSES = 6, 5, 3
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.recurrent = kind(FEATURES, 4, 2, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, hidden = self.recurrent(x)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.head(output[:, 0] + hidden[-1])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        causal = torch.triu(torch.full((x.size(1), x.size(1)), -1e9, dtype=x.dtype), 1)
+        return self.head(self.attention(h, h, h, attn_mask=causal)[0].mean(1))
+
+
+class ClassToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(FEATURES))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.token)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Inherited(nn.Linear):
+    """A subclass without a forward of its own is a plain Linear."""
+
+
+class DataDependent(nn.Module):
+    """Python control flow on values: beyond torch.func, so the loop over examples takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(FEATURES))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale if x.sum() > 0 else x - self.scale)
+
+
+def reused() -> nn.Module:
+    twice = nn.Linear(FEATURES, FEATURES)
+    return nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(FEATURES, CLASSES))
+
+
+def tied() -> nn.Module:
+    first, second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second, nn.Linear(FEATURES, CLASSES))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.ReLU(inplace=True), nn.Linear(7, CLASSES))
+
+
+def frozen(*names: str) -> nn.Module:
+    model = mlp()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
+    return model
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(FEATURES - 1, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES - 1), layer, nn.Flatten(), nn.Linear(4 * (FEATURES - 1), CLASSES))
+
+
+FLAT, SEQUENCE = (FEATURES,), (4, FEATURES)
+MODELS = {
+    "mlp": (mlp, FLAT),
+    "4-D input": (
+        lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Flatten(), nn.Linear(24, CLASSES)),
+        (2, 3, FEATURES),
+    ),
+    "reused module": (reused, FLAT),
+    "tied weights": (tied, FLAT),
+    "first layer frozen": (lambda: frozen("0.weight", "0.bias"), FLAT),
+    "weight only": (lambda: frozen("0.bias", "2.bias"), FLAT),
+    "bias only": (lambda: frozen("0.weight", "2.weight"), FLAT),
+    "inherited forward": (lambda: nn.Sequential(Inherited(FEATURES, CLASSES)), FLAT),
+    "own forward": (lambda: nn.Sequential(Doubled(FEATURES, 4), nn.Linear(4, CLASSES)), FLAT),
+    "class token": (ClassToken, FLAT),
+    "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(FEATURES, CLASSES))), FLAT),
+    "LSTM": (lambda: Recurrent(nn.LSTM), SEQUENCE),
+    "GRU": (lambda: Recurrent(nn.GRU), SEQUENCE),
+    "attention": (Attention, SEQUENCE),
+}
+SLOW = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@SLOW
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("way", ["keep", "lean", "mean", "sum"])
+def test_equals_the_one_example_loop(name: str, way: str) -> None:
+    make, shape = MODELS[name]
+    model, x, y = make(), torch.randn(BATCH, *shape), torch.randint(0, CLASSES, (BATCH,))
+    _, norms = one_example_loop(model, cross_entropy, x, y, 1.0)
+    bound = float(norms.median())  # some are clipped and some are not
+    expected, norms = one_example_loop(model, cross_entropy, x, y, bound)
+    if way in ("keep", "lean"):
+        with GhostClipper(model, bound, memory=way) as clipper:
+            result = clipper.backward(cross_entropy(model, x, y))
+    else:
+        with GhostClipper(model, bound, loss_reduction=way) as clipper:
+            losses = cross_entropy(model, x, y)
+            (losses.mean() if way == "mean" else losses.sum()).backward()
+            result = clipper.take()
+    assert deviation(result.grads, expected) < 1e-6
+    torch.testing.assert_close(result.norms, norms, rtol=1e-5, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+    assert result.batch_size == BATCH
+    assert bound < result.l2_bound < 1.002 * bound
+
+
+def test_loop_over_examples_where_vmap_fails() -> None:
+    model, x, y = DataDependent(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.5)
+    with GhostClipper(model, 0.5) as clipper:
+        for _ in range(2):
+            result = clipper.backward(cross_entropy(model, x, y))
+            assert deviation(result.grads, expected) < 1e-6
+
+
+@pytest.mark.parametrize("make", [mlp, ClassToken, reused])
+@pytest.mark.parametrize("memory", ["keep", "lean"])
+def test_empty_batch_sums_to_zero(make: type[nn.Module], memory: str) -> None:
+    model = make()
+    with GhostClipper(model, 1.0, memory=memory) as clipper:
+        result = clipper.backward(cross_entropy(model, torch.empty(0, FEATURES), torch.empty(0, dtype=torch.long)))
+    assert result.norms.shape == (0,)
+    assert all(
+        (g == 0).all() and g.shape == p.shape for g, p in zip(result.grads.values(), model.parameters(), strict=True)
+    )
+
+
+def test_empty_batch_under_a_mean_counts_as_zero() -> None:
+    model = mlp()
+    with GhostClipper(model, 1.0) as clipper:
+        loss = cross_entropy(model, torch.empty(0, FEATURES), torch.empty(0, dtype=torch.long)).mean()
+        assert loss.isnan()
+        loss.backward()
+        assert all((g == 0).all() for g in clipper.take().grads.values())
+
+
+@pytest.mark.parametrize("memory", ["keep", "lean"])
+@pytest.mark.parametrize("make", [mlp, reused, ClassToken])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_example_is_dropped_by_selection(memory: str, make: type[nn.Module], bad: float) -> None:
+    model, x, y = make(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    keep = torch.arange(BATCH) != 2
+    expected, _ = one_example_loop(model, cross_entropy, x[keep], y[keep], 0.5)
+    x[2, 1] = bad
+    with GhostClipper(model, 0.5, memory=memory) as clipper:
+        result = clipper.backward(cross_entropy(model, x, y))
+    assert deviation(result.grads, expected) < 1e-6
+
+
+def test_physical_batches_add_up() -> None:
+    model, x, y = mlp(), torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+    with GhostClipper(model, 0.3) as clipper:
+        whole = clipper.backward(cross_entropy(model, x, y)).grads
+        for size in (4, 3, 1):
+            parts = [
+                clipper.backward(cross_entropy(model, x[i : i + size], y[i : i + size])).grads
+                for i in range(0, 8, size)
+            ]
+            total = {name: sum(part[name] for part in parts) for name in whole}
+            assert deviation(total, whole) < 1e-6
+
+
+def test_freezing_and_unfreezing_between_steps() -> None:
+    model, x, y = mlp(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    model[0].requires_grad_(False)
+    with GhostClipper(model, 0.5) as clipper:
+        for trainable in (False, True, False):
+            model[0].requires_grad_(trainable)
+            expected, _ = one_example_loop(model, cross_entropy, x, y, 0.5)
+            assert deviation(clipper.backward(cross_entropy(model, x, y)).grads, expected) < 1e-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [mlp, reused])
+def test_checkpointing(reentrant: bool, make: type[nn.Module]) -> None:
+    model, y = make(), torch.randint(0, CLASSES, (BATCH,))
+    x = torch.randn(BATCH, FEATURES, requires_grad=True)
+    expected, _ = one_example_loop(model, cross_entropy, x.detach(), y, 0.5)
+    with GhostClipper(model, 0.5) as clipper:
+        output = checkpoint(model, x, use_reentrant=reentrant)
+        losses = nn.functional.cross_entropy(output, y, reduction="none")
+        assert deviation(clipper.backward(losses).grads, expected) < 1e-6
+
+
+def test_autocast() -> None:
+    model, x, y = mlp(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.5)
+    with GhostClipper(model, 0.5) as clipper, torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(x)
+        assert output.dtype == torch.bfloat16
+        result = clipper.backward(nn.functional.cross_entropy(output.float(), y, reduction="none"))
+    assert deviation(result.grads, expected) < 0.05
+
+
+def test_compile_with_graph_breaks() -> None:
+    model, x, y = mlp(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.5)
+    with GhostClipper(model, 0.5) as clipper:
+        compiled = torch.compile(model, backend="eager")
+        assert deviation(clipper.backward(cross_entropy(compiled, x, y)).grads, expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mlp", "class token", "LSTM", "weight_norm"])
+@SLOW
+def test_copies_and_files_show_no_trace(name: str) -> None:
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(2, *shape)
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    expected = model(x)
+    clipper = GhostClipper(model, 1.0)
+    copies = [copy.deepcopy(model)]
+    if name != "weight_norm":  # torch itself refuses to pickle a parametrized module
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        copies += [pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+    for other in copies:
+        assert torch.equal(other(x), expected)
+        other(x).sum().backward()
+        assert all(p.grad is not None for p in other.parameters())
+        for module in other.modules():
+            assert not {"forward", "__getstate__", "__deepcopy__"} & vars(module).keys()
+    assert list(model.state_dict()) == list(copies[0].state_dict())
+    assert not clipper._batch.records
+    clipper.detach()
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_failed_backward_leaves_nothing_behind() -> None:
+    model, x, y = mlp(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.5)
+    with GhostClipper(model, 0.5) as clipper:
+        with pytest.raises(RuntimeError, match="outside the forward"):
+            (cross_entropy(model, x, y).mean() + model[0].weight.square().sum()).backward()
+        assert all(p.grad is None for p in model.parameters())
+        cross_entropy(model, x, y).mean().backward()
+        assert deviation(clipper.take().grads, expected) < 1e-6
+
+
+# ---- what must raise ------------------------------------------------------------------------------------------------
+
+
+def test_flattened_batch_raises_by_module_path() -> None:
+    class Flattening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.flatten(0, 1)).view(*x.shape[:2], CLASSES).mean(1)
+
+    model, x, y = Flattening(), torch.randn(BATCH, 4, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    with GhostClipper(model, 1.0) as clipper, pytest.raises(RuntimeError, match="'inner' must have the batch first"):
+        clipper.backward(cross_entropy(model, x, y))
+
+
+def test_second_backward_raises() -> None:
+    model, x, y = mlp(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    with GhostClipper(model, 1.0) as clipper:
+        cross_entropy(model, x, y).mean().backward()
+        with pytest.raises(RuntimeError, match="contribute twice"):
+            cross_entropy(model, x, y).mean().backward()
+        clipper.take()
+        loss = cross_entropy(model, x, y).mean()
+        loss.backward(retain_graph=True)
+        clipper.take()
+        with pytest.raises(RuntimeError, match="twice through one graph"):
+            loss.backward()
+
+
+def test_gradient_outside_the_module_raises() -> None:
+    class Bypass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.inner.weight, self.inner.bias)
+
+    model, x, y = Bypass(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    with GhostClipper(model, 1.0) as clipper:
+        with pytest.raises(RuntimeError, match=r"no per-example gradient arrived for inner\.weight, inner\.bias"):
+            clipper.backward(cross_entropy(model, x, y))
+        assert all(p.grad is None for p in model.parameters())
+        # Nothing was captured above; once the module was called, the stray gradient itself is seen.
+        model.inner(x)
+        with pytest.raises(RuntimeError, match="outside the forward of its module"):
+            clipper.backward(cross_entropy(model, x, y))
+
+
+def test_unused_parameter_raises() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(FEATURES, CLASSES), "unused": nn.Linear(2, 2)})
+    with GhostClipper(model, 1.0) as clipper, pytest.raises(RuntimeError, match=r"unused.weight, unused.bias.*Freeze"):
+        clipper.backward(model["used"](torch.randn(BATCH, FEATURES)).sum(1))
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        (torch.tensor(1.0), r"losses must be \[batch\], one loss per example.*got shape \(\)"),
+        (torch.ones(2, 3), r"got shape \(2, 3\)"),
+        (1.0, "got float"),
+    ],
+)
+def test_losses_must_be_per_example(losses: Tensor, words: str) -> None:
+    with GhostClipper(mlp(), 1.0) as clipper, pytest.raises(ValueError, match=words):
+        clipper.backward(losses)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (parametrizations.spectral_norm(nn.Linear(2, 2)), "spectral normalization"),
+        (torch.nn.utils.spectral_norm(nn.Linear(2, 2)), "spectral normalization"),
+        (nn.LSTM(2, 2), "batch_first=True"),
+        (nn.MultiheadAttention(4, 2), "batch_first=True"),
+        (nn.LazyLinear(3), "not initialized"),
+        (torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
+    ],
+)
+def test_refused_by_module_path(module: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"(?s)inner.part.*{words}"):
+        GhostClipper(nn.ModuleDict({"inner": nn.ModuleDict({"part": module})}), 1.0)
+
+
+def test_attach_errors() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module"):
+        GhostClipper([], 1.0)
+    with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
+        GhostClipper(mlp().requires_grad_(False), 1.0)
+    for bound in (0.0, -1.0, float("nan"), 1e11):
+        with pytest.raises(ValueError, match="max_grad_norm must"):
+            GhostClipper(mlp(), bound)
+    with pytest.raises(TypeError, match="max_grad_norm must be a number"):
+        GhostClipper(mlp(), "1")
+    model = mlp()
+    with GhostClipper(model, 1.0), pytest.raises(ValueError, match="already has a GhostClipper"):
+        GhostClipper(model, 1.0)
+    GhostClipper(model, 1.0).detach()
+    with GhostClipper(model, 1.0) as clipper, pytest.raises(RuntimeError, match="no backward has run"):
+        clipper.take()
+
+
+def test_buffer_changed_by_an_opaque_forward_raises() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(FEATURES))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.weight
+
+    with GhostClipper(Counting(), 1.0) as clipper, pytest.raises(RuntimeError, match="changed its buffer 'calls'"):
+        clipper.model(torch.randn(BATCH, FEATURES))
+
+
+# ---- the bound ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scale=st.floats(-30, 30).map(lambda e: 10.0**e),
+    bound=st.floats(-10, 10).map(lambda e: 10.0**e),
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from(["flat", "cancelling", "duplicate", "zero", "huge entry"]),
+)
+def test_no_example_contributes_more_than_the_bound(scale: float, bound: float, seed: int, kind: str) -> None:
+    """sum(D + x) - sum(D), measured in float64, is at most ``l2_bound`` for any input."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, CLASSES))
+    x, y = torch.randn(9, 3, FEATURES), torch.randint(0, CLASSES, (9,))
+    if kind == "cancelling":
+        x[8, 1] = -x[8, 0] * (1 + 1e-4)
+    elif kind == "duplicate":
+        x[:], y[:] = x[8].clone(), y[8].clone()
+    elif kind == "zero":
+        x[8] = 0
+    elif kind == "huge entry":
+        x[8, 0, 0] = 3e38
+    factor = torch.tensor(scale, dtype=torch.float32)
+    with GhostClipper(model, bound) as clipper:
+        with_x = clipper.backward(cross_entropy(model, x * factor, y) * factor)
+        without = clipper.backward(cross_entropy(model, x[:8] * factor, y[:8]) * factor)
+    difference = torch.cat([(with_x.grads[name] - without.grads[name]).flatten() for name in with_x.grads])
+    assert float(difference.norm()) <= with_x.l2_bound
+
+
+# ---- check ----------------------------------------------------------------------------------------------------------
+
+
+def test_check_agrees_and_names_what_is_off() -> None:
+    class Mixing(nn.Module):
+        """Subtracts the mean of the batch: every example's gradient depends on the others."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).tanh()
+            return self.last(h - 0.5 * h.mean(0))
+
+    loss = nn.CrossEntropyLoss(reduction="none")
+    x, y = torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+    model = mlp()
+    with GhostClipper(model, 1.0):  # an attached clipper is no obstacle
+        report = check(model, loss, x, y)
+    assert report.ok, str(report)
+    report = check(Mixing(), loss, x, y)
+    assert not report.ok
+    assert "first.weight" in report.wrong
+    assert "WRONG" in str(report)
