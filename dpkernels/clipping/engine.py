@@ -113,6 +113,11 @@ class GhostClipper:
         """Largest L2 norm by which one example can change a clipped sum, rounding included."""
         return rounding.l2_bound(self.max_grad_norm)
 
+    @property
+    def has_result(self) -> bool:
+        """Whether an ordinary backward has left a result to :meth:`take`."""
+        return self._result is not None
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped now, by name: those with ``requires_grad``."""
         return {name: p for p, name in self._names.items() if p.requires_grad}

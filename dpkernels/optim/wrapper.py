@@ -1,0 +1,65 @@
+"""DPOptimizer: any torch optimizer, fed with noised means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpkernels.accounting import Plan
+from dpkernels.ops.update import noised_mean
+from dpkernels.optim.private import Privacy, PrivateOptimizer
+
+
+class DPOptimizer(PrivateOptimizer):
+    """Runs ``optimizer`` on the privatized gradient: ``p.grad`` holds the noised mean when its ``step()`` is called.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates.
+        optimizer: any torch optimizer without closure; it is used, not copied.
+        plan: the privacy plan; or noise_multiplier and batch_size as keywords.
+        privacy: the keywords of :class:`Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger, seed, memory,
+            loss_reduction.
+
+    Raises:
+        UnsupportedModelError, ValueError, TypeError: see :class:`dpkernels.GhostClipper` and :class:`Privacy`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **privacy: Any) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, PrivateOptimizer):
+            raise TypeError("optimizer must be an ordinary torch optimizer, got a private one")
+        self._inner = optimizer
+        super().__init__(model, optimizer.param_groups, optimizer.defaults, Privacy(plan, **privacy))
+        self._share()
+
+    def _share(self) -> None:
+        """One set of groups and one state: schedulers act on this optimizer, updates happen in the other."""
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def _update(self, sums: dict[nn.Parameter, Tensor], step: int) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p in sums]
+        for p in params:
+            p.grad = torch.empty_like(p)
+        grid, std = self._grid_and_std()
+        noised_mean(
+            [p.grad for p in params],
+            [sums[p] for p in params],
+            key=self._key,
+            step=step,
+            noise_std=std,
+            grid=grid,
+            denominator=self._privacy.denominator,
+        )
+        self._inner.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "privacy"})
+        self._share()
