@@ -236,22 +236,22 @@ class GhostClipper:
     def _emit(self, ctx: Any, record: Record) -> None:
         if not self._explicit:
             self._enter_ordinary_backward()
-        batch, parameters = self._batch, self._parameters(record)
+        batch, parameters = self._batch, record.slots.values()
         summing = batch.weights is not None
         if getattr(ctx, "emitted_for", None) is not (batch if summing else None):
             raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
         ctx.emitted_for = object() if summing else batch
         self._check_rows(record)
-        reused = any(batch.uses[p] > 1 for p in parameters.values())
+        reused = any(batch.uses[p] > 1 for p in parameters)
         if summing:
             if not reused:
                 self._add(record)
             return
-        batch.emitted.update(parameters.values())
+        batch.emitted.update(parameters)
         if reused:
             batch.reused.append(record)
             return
-        squared = record.rule.squared_norms(record, record.slots)
+        squared = record.rule.squared_norms(record, frozenset(record.slots))
         if self.memory == "keep":
             batch.records.append((record, squared))
         else:
@@ -292,11 +292,6 @@ class GhostClipper:
                     "dimension 0 and do not merge it with others."
                 )
 
-    @staticmethod
-    def _parameters(record: Record) -> dict[str, nn.Parameter]:
-        slots = record.rule.slots()
-        return {slot: slots[slot] for slot in record.slots}
-
     # ---- between the passes: clip factors ---------------------------------------------------------------------------
 
     def _weigh(self, loss_scale: float) -> Tensor:
@@ -322,22 +317,22 @@ class GhostClipper:
 
     def _set_reused_apart(self) -> None:
         """Move records whose parameters turned out to have several (a reuse that the forward could not count)."""
-        batch, counted_apart = self._batch, {p for r in self._batch.reused for p in self._parameters(r).values()}
+        batch, counted_apart = self._batch, {p for r in self._batch.reused for p in r.slots.values()}
         several = {p for p, count in batch.emitted.items() if count > 1} | counted_apart
         if self.memory == "lean" and several - counted_apart:
             names = ", ".join(self._names[p] for p in several - counted_apart)
             raise RuntimeError(f"memory='lean' cannot train {names}: reused under reentrant checkpointing. Use 'keep'.")
-        reused = [r for r, _ in batch.records if several & set(self._parameters(r).values())]
+        reused = [r for r, _ in batch.records if several & set(r.slots.values())]
         batch.reused += reused
-        batch.records = [(r, s) for r, s in batch.records if not several & set(self._parameters(r).values())]
+        batch.records = [(r, s) for r, s in batch.records if not several & set(r.slots.values())]
 
     def _joint_gradient(self, example: int) -> dict[nn.Parameter, Tensor]:
         """One example's gradient of the parameters that were used several times, summed over the uses."""
         total: dict[nn.Parameter, Tensor] = {}
         for record in self._batch.reused:
             one = torch.ones(1, dtype=torch.float64, device=record.output_grad.device)
-            sums = record.rule.clipped_sums(record.example(example), one, record.slots)
-            for slot, parameter in self._parameters(record).items():
+            sums = record.rule.clipped_sums(record.example(example), one, frozenset(record.slots))
+            for slot, parameter in record.slots.items():
                 total[parameter] = total[parameter] + sums[slot] if parameter in total else sums[slot]
         return total
 
@@ -353,15 +348,15 @@ class GhostClipper:
             if batch.weights[i] != 0:
                 for parameter, gradient in self._joint_gradient(i).items():
                     self._accumulate(parameter, gradient * batch.weights[i])
-        for parameter in {p for record in batch.reused for p in self._parameters(record).values()} - batch.sums.keys():
+        for parameter in {p for record in batch.reused for p in record.slots.values()} - batch.sums.keys():
             self._accumulate(parameter, torch.zeros_like(parameter, dtype=torch.float64))  # every example was skipped
         grads = {name: batch.sums[p] for name, p in self.trainable().items()}
         return ClippedSum(grads, norms, batch.rows or 0, self.l2_bound)
 
     def _add(self, record: Record) -> None:
         assert self._batch.weights is not None
-        sums = record.rule.clipped_sums(record, self._batch.weights, record.slots)
-        for slot, parameter in self._parameters(record).items():
+        sums = record.rule.clipped_sums(record, self._batch.weights, frozenset(record.slots))
+        for slot, parameter in record.slots.items():
             self._accumulate(parameter, sums[slot])
 
     def _accumulate(self, parameter: nn.Parameter, value: Tensor) -> None:

@@ -22,7 +22,7 @@ class Record:
     """One backward through one call of a module. Every tensor has the batch first."""
 
     rule: Rule
-    slots: frozenset[str]  # the parameters that it is about
+    slots: dict[str, nn.Parameter]  # the parameters that it is about
     saved: tuple[Tensor, ...]  # what the layer's forward kept
     output_grad: Tensor  # gradient of the summed losses with respect to the output; may be expanded (strides 0)
     per_example: dict[str, Tensor] = field(default_factory=dict)  # gradients [batch, ...] that the layer chose to store
@@ -50,7 +50,7 @@ class Rule(ABC):
 
     def slots(self) -> dict[str, nn.Parameter]:
         """The module's own trainable parameters by slot."""
-        return {name: p for name, p in self.module.named_parameters(recurse=False) if p.requires_grad}
+        return {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
 
     @abstractmethod
     def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class _Capture(torch.autograd.Function):
         ctx: Any, layer: Layer, emit: Emit, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         output, saved = layer.run(weight, bias, *inputs)
-        ctx.layer, ctx.emit, ctx.slots = layer, emit, frozenset(layer.slots())
+        ctx.layer, ctx.emit, ctx.slots = layer, emit, layer.slots()
         ctx.save_for_backward(weight, *saved)
         return output
 

@@ -155,11 +155,11 @@ class _Body(nn.Module):
 class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: OpaqueModule, emit: Emit, slot: str, parameter: Tensor, rows: int) -> Tensor:
-        ctx.rule, ctx.emit, ctx.slot = rule, emit, slot
+        ctx.rule, ctx.emit, ctx.slot, ctx.parameter = rule, emit, slot, parameter
         return parameter.expand(rows, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[None, ...]:
         (grads,) = output_grads
-        ctx.emit(ctx, Record(ctx.rule, frozenset({ctx.slot}), (), grads, {ctx.slot: grads}))
+        ctx.emit(ctx, Record(ctx.rule, {ctx.slot: ctx.parameter}, (), grads, {ctx.slot: grads}))
         return (None,) * 5
