@@ -1,7 +1,7 @@
 """Builds dpkernels' two native libraries.
 
 ``_C``     the operators, through PyTorch's stable ABI: one binary for every torch from 2.11 on
-``_host``  a pybind11 module with build information
+``_host``  a pybind11 module with build information, without torch
 
 ``csrc/families.txt`` lists the kernel families; CMakeLists.txt reads the same list.
 """
@@ -10,12 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 try:
     import pybind11
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 except ImportError as error:
     sys.exit(
         f"dpkernels builds against the installed torch, and {error.name!r} is not installed. Install what it needs:\n"
@@ -28,12 +28,22 @@ TORCH_MINIMUM = (2, 11)
 if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < TORCH_MINIMUM:
     sys.exit(f"dpkernels needs torch >= {TORCH_MINIMUM[0]}.{TORCH_MINIMUM[1]}, found {torch.__version__}")
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.resolve()
 os.chdir(ROOT)
 FAMILIES = (ROOT / "csrc" / "families.txt").read_text().split()
 STABLE_ABI = f"0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}000000000000"
-FLAGS = ["-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"]
+FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"]
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
+
+
+class Build(BuildExtension):
+    """Keeps object files between builds, so that ninja compiles only what changed, also under pip and in an editable
+    install, which build in a fresh folder each time. The folder is one for each Python and torch."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = str(ROOT / "build" / f"objects-{sys.implementation.cache_tag}-torch{torch.__version__}")
+
 
 operators = CppExtension(
     "dpkernels._C",
@@ -41,10 +51,11 @@ operators = CppExtension(
     include_dirs=[str(ROOT / "csrc")],
     depends=HEADERS,
     define_macros=[("TORCH_TARGET_VERSION", STABLE_ABI), ("Py_LIMITED_API", "0x030A0000")],
-    extra_compile_args=FLAGS,
+    # As system headers, torch's are compiled without their warnings.
+    extra_compile_args=FLAGS + [flag for path in include_paths() for flag in ("-isystem", path)],
     py_limited_api=True,
 )
-host = CppExtension(
+host = Extension(
     "dpkernels._host",
     ["csrc/host/host.cpp"],
     include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
@@ -55,9 +66,10 @@ host = CppExtension(
         ("DPK_BUILD_CUDA", '"none"'),
     ],
     extra_compile_args=FLAGS,
+    language="c++",
 )
 
 setup(
     ext_modules=[operators, host],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": Build},
 )

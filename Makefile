@@ -1,0 +1,58 @@
+# dpkernels from a fresh clone: `make demo` trains privately on real data, `make test` runs every test.
+# Everything is made inside the clone: .venv/ (tools/environment.py says which torch it gets), build/ and runs/.
+#   make PYTHON=python3.12   the Python of .venv, where `python3` is not the right one
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMPS := .venv/stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# ninja, cmake and the compiled tools of .venv first; behind them, those of an environment that .venv shares.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help demo test lint build bench clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+
+demo: build ## Build, then train a classifier privately on real handwritten digits
+	$(BIN)/dpkernels train --dataset digits --epsilon 3 --out runs/demo
+
+test: $(STAMPS)/test ## Build, then run the C++ tests and the Python tests
+	cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/cpp
+	ctest --test-dir build/cpp --output-on-failure
+	$(BIN)/python -m pytest
+
+lint: $(STAMPS)/lint ## Check style, types and formatting
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	clang-format --dry-run -Werror $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+build: $(STAMPS)/build ## Make .venv and build dpkernels in it
+
+bench: $(STAMPS)/build ## Time every operator against its reference
+	$(BIN)/python -m benchmarks.kernels
+
+clean: ## Remove everything that make made, except runs/
+	rm -rf .venv build dist *.egg-info dpkernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than all that its step depends on.
+
+$(STAMPS)/environment: tools/environment.py
+	@command -v $(PYTHON) >/dev/null || { echo "dpkernels: no Python: '$(PYTHON)' is not on PATH" >&2; exit 1; }
+	@$(PYTHON) tools/environment.py .venv
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/build: $(STAMPS)/environment pyproject.toml setup.py $(shell find csrc -type f)
+	@echo "dpkernels: installing what dpkernels needs and compiling its kernels (minutes the first time)"
+	@$(PIP) --no-build-isolation --editable . || { echo "dpkernels: the build failed; the reason is above" >&2; exit 1; }
+	@touch $@
+
+# The extras of the dpkernels that is installed already.
+$(STAMPS)/test $(STAMPS)/lint: $(STAMPS)/build
+	@$(PIP) 'dpkernels[$(@F)]'
+	@touch $@
