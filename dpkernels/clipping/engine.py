@@ -200,11 +200,10 @@ class GhostClipper:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if isinstance(rule, Layer) and (reason := rule.refusal(rule.module)) is not None:
                 raise RuntimeError(f"{rule.path}: {reason}")
-            slots = rule.slots()
-            if not slots or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or not rule.active():
                 return own_forward(*args, **kwargs)
             in_backward = torch._C._current_graph_task_id() != -1  # checkpointing recomputes: not another use
-            for parameter in slots.values():
+            for parameter in rule.slots().values():
                 if not in_backward:
                     self._batch.uses[parameter] += 1
                 if parameter not in self._watched:

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dpkernels.layers import REGISTRY, Layer, OpaqueModule, Rule
+from dpkernels.layers import REGISTRY, BufferGuard, Layer, OpaqueModule, Rule
 
 
 class UnsupportedModelError(ValueError):
@@ -59,6 +59,8 @@ def _rules(module: nn.Module, path: str, seen: set[int]) -> Iterator[Rule]:
         seen.update(id(below) for below in module.modules())
         yield OpaqueModule(module, path)
     else:
+        if any(True for _ in module.buffers(recurse=False)):
+            yield BufferGuard(module, path)
         for name, child in module.named_children():
             yield from _rules(child, f"{path}.{name}" if path else name, seen)
 

@@ -52,6 +52,10 @@ class Rule(ABC):
         """The module's own trainable parameters by slot."""
         return {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
 
+    def active(self) -> bool:
+        """Whether a forward must go through :meth:`call` now."""
+        return bool(self.slots())
+
     @abstractmethod
     def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's forward with capture; ``forward`` is the module's own."""

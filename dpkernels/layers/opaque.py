@@ -18,6 +18,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dpkernels.layers.base import Emit, Record, Rule
+from dpkernels.layers.state import unchanged_buffers
 from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
 
 #: Arguments that all examples share, so that they have no batch dimension.
@@ -36,7 +37,6 @@ class OpaqueModule(Rule):
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        buffers = {name: (b, b._version) for name, b in self.module.named_buffers()}
         arguments = self._signature.bind(*args, **kwargs).arguments
         leaves, tree = tree_flatten(arguments)
         dims, _ = tree_flatten({name: self._argument_dims(name, value) for name, value in arguments.items()})
@@ -62,13 +62,8 @@ class OpaqueModule(Rule):
             return [t.squeeze(dim) for t, dim in zip(outputs, shape[3], strict=True)]
 
         tensors = [leaves[i] for i in batched]
-        outputs = self._over_examples(one, expanded, tensors, [dims[i] for i in batched], rows, run)
-        for name, (buffer, version) in buffers.items():
-            if buffer._version != version or dict(self.module.named_buffers()).get(name) is not buffer:
-                raise RuntimeError(
-                    f"the forward of module {self.path!r} changed its buffer {name!r}: state computed from private "
-                    "data is not covered by the privacy guarantee. Remove the module, or put it in eval mode."
-                )
+        with unchanged_buffers(self.module, self.path):
+            outputs = self._over_examples(one, expanded, tensors, [dims[i] for i in batched], rows, run)
         stacked = iter(t.movedim(0, dim) for t, dim in zip(outputs, shape[3], strict=True))
         flat = [next(stacked) if is_tensor else value for is_tensor, value in zip(shape[1], shape[2], strict=True)]
         return tree_unflatten(flat, shape[0])

@@ -387,19 +387,28 @@ def test_attach_errors() -> None:
         clipper.take()
 
 
-def test_buffer_changed_by_an_opaque_forward_raises() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(FEATURES))
-            self.register_buffer("calls", torch.zeros(()))
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
 
-        def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, parameter: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES)) if parameter else torch.ones(FEATURES)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
             self.calls += 1
-            return x * self.weight
+        return x * self.weight
 
-    with GhostClipper(Counting(), 1.0) as clipper, pytest.raises(RuntimeError, match="changed its buffer 'calls'"):
-        clipper.model(torch.randn(BATCH, FEATURES))
+
+@pytest.mark.parametrize("parameter", [True, False])
+def test_a_forward_that_changes_a_buffer_raises(parameter: bool) -> None:
+    model = nn.Sequential(Counting(parameter), nn.Linear(FEATURES, CLASSES))
+    with GhostClipper(model, 1.0) as clipper:
+        with pytest.raises(RuntimeError, match="module '0' changed its buffer 'calls'"):
+            model(torch.randn(BATCH, FEATURES))
+        model[0].eval()
+        clipper.backward(model(torch.randn(BATCH, FEATURES)).sum(1))
 
 
 # ---- the bound ------------------------------------------------------------------------------------------------------
