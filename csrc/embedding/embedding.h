@@ -13,15 +13,20 @@ struct EmbeddingParams {
   const T* output_grads;   // [batch, positions, dim]; bags: [batch, dim]
   const double* scales;    // bags: [batch, positions], where 0 leaves a position out; null for plain embeddings
   const double* weights;   // [batch], sums only; an example of weight 0 is skipped
+  int64_t* order;          // [batch, positions], scratch
   double* result;          // squared norms: [batch]; clipped sums: [num_embeddings, dim]
   int64_t batch, positions, dim;
   int64_t num_embeddings;  // sums only
   int64_t padding_idx;     // contributes nothing; -1 for none
 };
 
-// Squared gradient norms of the examples begin <= b < end, rounded upward.
+// Squared gradient norms of the examples begin <= b < end.
 template <typename T>
 void embedding_squared_norms_cpu(const EmbeddingParams<T>& params, int64_t begin, int64_t end);
+
+// Fills the order of the examples begin <= b < end, which the clipped sums read.
+template <typename T>
+void embedding_order_cpu(const EmbeddingParams<T>& params, int64_t begin, int64_t end);
 
 // Clipped sums for the tasks begin <= task < end, of embedding_sum_tasks in all. Every index is within the table.
 template <typename T>

@@ -1,14 +1,16 @@
 // Embeddings on the CPU.
 //
-// Squared norms. The positions of an example are sorted by index, so that equal indices lie side by side; no buffer
-// grows with the table.
+// An example's positions are sorted by index, so that equal indices lie side by side; no buffer grows with the table.
+//
+// Squared norms
 //   embedding: sum_v ||sum_{t: v_t = v} g_t||^2        a row that occurs once is squared where it lies
 //   bag:       ||g||^2 sum_v (sum_{t: v_t = v} s_t)^2
-// Sums over repeated indices are taken in double and may cancel: with S the sum of the norms that enter them and m the
-// positions, their rounding and that of the clipped sum stay below 4 m u S, which is added to the norm.
+// Clipped sums: w_b times each of these rows is added to a double table.
 //
-// Clipped sums: w_b g_bt is added to row v_bt of a double table. A task owns a block of the table's rows and columns
-// and walks over all examples in order: the result does not depend on the number of threads.
+// Sums over repeated indices are taken in double and in the same order for both, so the norm is that of the very rows
+// that are added, also where repeats cancel; and an example that is clipped to C never adds a row of more than C.
+// A task of the sums owns a block of the table's rows and columns and walks over all examples in order: the result does
+// not depend on the number of threads.
 #include "embedding/embedding.h"
 
 #define DPK_BODY "embedding/embedding_cpu.cpp"
@@ -28,83 +30,84 @@ struct Token {
   }
 };
 
-// The positions of example b that contribute, equal indices side by side.
+// Writes the positions of example b that contribute, equal indices side by side, and then -1.
 template <typename T>
-void collect(const EmbeddingParams<T>& q, int64_t b, std::vector<Token>& tokens) {
+void sort_positions(const EmbeddingParams<T>& q, int64_t b, std::vector<Token>& tokens, int64_t* order) {
   tokens.clear();
   for (int64_t t = 0; t < q.positions; ++t) {
     const int64_t index = q.indices[b * q.positions + t];
     if (index != q.padding_idx && !(q.scales && q.scales[b * q.positions + t] == 0)) tokens.push_back({index, t});
   }
   std::sort(tokens.begin(), tokens.end());
+  for (const Token& token : tokens) *order++ = token.position;
+  std::fill_n(order, q.positions - static_cast<int64_t>(tokens.size()), int64_t{-1});
 }
 
-// Calls f(first, last) for every run of equal indices.
+// Calls f(index, positions, count) for every run of equal indices of an example.
 template <typename F>
-inline void for_each_run(const std::vector<Token>& tokens, F f) {
-  const size_t count = tokens.size();
-  for (size_t first = 0, last; first < count; first = last) {
+inline void for_each_run(const int64_t* indices, const int64_t* order, int64_t positions, F f) {
+  for (int64_t first = 0, last; first < positions && order[first] >= 0; first = last) {
+    const int64_t index = indices[order[first]];
     last = first + 1;
-    while (last < count && tokens[last].index == tokens[first].index) ++last;
-    f(first, last);
+    while (last < positions && order[last] >= 0 && indices[order[last]] == index) ++last;
+    f(index, order + first, last - first);
   }
 }
 
-// (sqrt(squared) + 4 m u S)^2
-inline double rounded_up(double squared, double magnitude, int64_t positions) {
-  if (magnitude == 0) return squared;
-  constexpr double kUnit = std::numeric_limits<double>::epsilon() / 2;
-  const double norm = std::sqrt(squared) + 4 * kUnit * static_cast<double>(positions) * magnitude;
-  return norm * norm;
+// sum[j] = sum of columns column0 <= c < column0 + columns of the output gradients of a run.
+template <typename T>
+inline void sum_rows(const EmbeddingParams<T>& q, const T* g, const int64_t* positions, int64_t count, int64_t column0,
+                     int64_t columns, double* __restrict sum) {
+  std::fill_n(sum, columns, 0.);
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = g + positions[i] * q.dim + column0;
+    for (int64_t j = 0; j < columns; ++j) sum[j] += static_cast<double>(row[j]);
+  }
+}
+
+inline double sum_scales(const double* scales, const int64_t* positions, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += scales[positions[i]];
+  return sum;
 }
 
 template <typename T>
-double rows_squared_norm(const EmbeddingParams<T>& q, const T* g, const std::vector<Token>& tokens,
-                         std::vector<double>& sum) {
-  double squared = 0, magnitude = 0;
-  for_each_run(tokens, [&](size_t first, size_t last) {
-    if (last - first == 1) {
-      squared += sum_of_squares(g + tokens[first].position * q.dim, q.dim);
-      return;
-    }
-    std::fill(sum.begin(), sum.end(), 0.);
-    for (size_t i = first; i < last; ++i) {
-      const T* row = g + tokens[i].position * q.dim;
-      for (int64_t j = 0; j < q.dim; ++j) sum[j] += static_cast<double>(row[j]);
-      magnitude += std::sqrt(sum_of_squares(row, q.dim));
-    }
-    squared += sum_of_squares(sum.data(), q.dim);
-  });
-  return rounded_up(squared, magnitude, q.positions);
-}
-
-template <typename T>
-double bag_squared_norm(const EmbeddingParams<T>& q, const T* g, const double* scales,
-                        const std::vector<Token>& tokens) {
-  if (tokens.empty()) return 0;  // whatever the output's gradient is
-  double squared = 0, magnitude = 0;
-  for_each_run(tokens, [&](size_t first, size_t last) {
-    double sum = 0;
-    for (size_t i = first; i < last; ++i) {
-      const double scale = scales[tokens[i].position];
-      sum += scale;
-      if (last - first > 1) magnitude += std::abs(scale);
-    }
-    squared += sum * sum;
-  });
-  return rounded_up(squared, magnitude, q.positions) * sum_of_squares(g, q.dim);
+void sort_examples(const EmbeddingParams<T>& q, int64_t begin, int64_t end) {
+  std::vector<Token> tokens;
+  tokens.reserve(q.positions);
+  for (int64_t b = begin; b < end; ++b) sort_positions(q, b, tokens, q.order + b * q.positions);
 }
 
 template <typename T>
 void squared_norms(const EmbeddingParams<T>& q, int64_t begin, int64_t end) {
-  std::vector<Token> tokens;
-  tokens.reserve(q.positions);
-  std::vector<double> sum(q.scales ? 0 : q.dim);
+  sort_examples(q, begin, end);
+  std::vector<double> sum(q.dim);
   for (int64_t b = begin; b < end; ++b) {
-    collect(q, b, tokens);
-    q.result[b] = q.scales ? bag_squared_norm(q, q.output_grads + b * q.dim, q.scales + b * q.positions, tokens)
-                           : rows_squared_norm(q, q.output_grads + b * q.positions * q.dim, tokens, sum);
+    const int64_t first = b * q.positions;
+    const T* g = q.output_grads + (q.scales ? b : first) * q.dim;
+    double squared = 0;
+    bool any = false;
+    for_each_run(q.indices + first, q.order + first, q.positions, [&](int64_t, const int64_t* run, int64_t count) {
+      any = true;
+      if (q.scales) {
+        const double scale = sum_scales(q.scales + first, run, count);
+        squared += scale * scale;
+      } else if (count == 1) {
+        squared += sum_of_squares(g + *run * q.dim, q.dim);
+      } else {
+        sum_rows(q, g, run, count, 0, q.dim, sum.data());
+        squared += sum_of_squares(sum.data(), q.dim);
+      }
+    });
+    // A bag of nothing but padding has no gradient, whatever that of its output.
+    q.result[b] = q.scales && any ? squared * sum_of_squares(g, q.dim) : squared;
   }
+}
+
+// row[j] += factor * g[j]
+template <typename G>
+inline void add(double* __restrict row, const G* g, double factor, int64_t columns) {
+  for (int64_t j = 0; j < columns; ++j) row[j] += factor * static_cast<double>(g[j]);
 }
 
 // A task's block of the table. Each task reads all indices, which is little beside the rows that it adds.
@@ -129,16 +132,21 @@ void clipped_sums(const EmbeddingParams<T>& q, int64_t begin, int64_t end) {
     for (int64_t b = 0; b < q.batch; ++b) {
       const double weight = q.weights[b];
       if (weight == 0) continue;
-      for (int64_t t = 0; t < q.positions; ++t) {
-        const int64_t token = b * q.positions + t, index = q.indices[token];
-        if (index < row0 || index >= row1 || index == q.padding_idx) continue;
-        const double scale = q.scales ? q.scales[token] : 1;
-        if (scale == 0) continue;
-        const T* g = q.output_grads + (q.scales ? b : token) * q.dim + column0;
-        double* __restrict row = q.result + index * q.dim + column0;
-        const double factor = weight * scale;
-        for (int64_t j = 0; j < columns; ++j) row[j] += factor * static_cast<double>(g[j]);
-      }
+      const int64_t first = b * q.positions;
+      const T* g = q.output_grads + (q.scales ? b : first) * q.dim;
+      for_each_run(q.indices + first, q.order + first, q.positions, [&](int64_t v, const int64_t* run, int64_t count) {
+        if (v < row0 || v >= row1) return;
+        double* row = q.result + v * q.dim + column0;
+        if (q.scales) {
+          add(row, g + column0, weight * sum_scales(q.scales + first, run, count), columns);
+        } else if (count == 1) {
+          add(row, g + *run * q.dim + column0, weight, columns);
+        } else {
+          double sum[kTableColumns];
+          sum_rows(q, g, run, count, column0, columns, sum);
+          add(row, sum, weight, columns);
+        }
+      });
     }
   }
 }
@@ -147,6 +155,8 @@ void clipped_sums(const EmbeddingParams<T>& q, int64_t begin, int64_t end) {
 
 void norms(const EmbeddingParams<float>& q, int64_t b, int64_t e) { squared_norms(q, b, e); }
 void norms(const EmbeddingParams<double>& q, int64_t b, int64_t e) { squared_norms(q, b, e); }
+void orders(const EmbeddingParams<float>& q, int64_t b, int64_t e) { sort_examples(q, b, e); }
+void orders(const EmbeddingParams<double>& q, int64_t b, int64_t e) { sort_examples(q, b, e); }
 void sums(const EmbeddingParams<float>& q, int64_t b, int64_t e) { clipped_sums(q, b, e); }
 void sums(const EmbeddingParams<double>& q, int64_t b, int64_t e) { clipped_sums(q, b, e); }
 
@@ -167,12 +177,19 @@ void embedding_squared_norms_cpu(const EmbeddingParams<T>& params, int64_t begin
 }
 
 template <typename T>
+void embedding_order_cpu(const EmbeddingParams<T>& params, int64_t begin, int64_t end) {
+  DPK_DISPATCH(orders, params, begin, end);
+}
+
+template <typename T>
 void embedding_clipped_sums_cpu(const EmbeddingParams<T>& params, int64_t begin, int64_t end) {
   DPK_DISPATCH(sums, params, begin, end);
 }
 
 template void embedding_squared_norms_cpu(const EmbeddingParams<float>&, int64_t, int64_t);
 template void embedding_squared_norms_cpu(const EmbeddingParams<double>&, int64_t, int64_t);
+template void embedding_order_cpu(const EmbeddingParams<float>&, int64_t, int64_t);
+template void embedding_order_cpu(const EmbeddingParams<double>&, int64_t, int64_t);
 template void embedding_clipped_sums_cpu(const EmbeddingParams<float>&, int64_t, int64_t);
 template void embedding_clipped_sums_cpu(const EmbeddingParams<double>&, int64_t, int64_t);
 

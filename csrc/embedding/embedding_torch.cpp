@@ -15,11 +15,13 @@ void check(const Tensor& indices, const Tensor& output_grads, const Tensor* scal
 
 template <typename T>
 EmbeddingParams<T> params_of(const Tensor& indices, const Tensor& output_grads, const Tensor* scales,
-                             const Tensor* weights, Tensor& result, int64_t num_embeddings, int64_t padding_idx) {
+                             const Tensor* weights, Tensor& order, Tensor& result, int64_t num_embeddings,
+                             int64_t padding_idx) {
   return {data<int64_t>(indices),
           data<T>(output_grads),
           scales ? data<double>(*scales) : nullptr,
           weights ? data<double>(*weights) : nullptr,
+          mutable_data<int64_t>(order),
           mutable_data<double>(result),
           indices.size(0),
           indices.size(1),
@@ -30,10 +32,10 @@ EmbeddingParams<T> params_of(const Tensor& indices, const Tensor& output_grads, 
 
 Tensor squared_norms(const Tensor& indices, const Tensor& output_grads, const Tensor* scales, int64_t padding_idx) {
   check(indices, output_grads, scales);
-  Tensor result = empty_double(output_grads, {indices.size(0)});
+  Tensor order = torch::stable::empty_like(indices), result = empty_double(output_grads, {indices.size(0)});
   for_dtype(output_grads, [&](auto zero) {
     using T = decltype(zero);
-    const auto params = params_of<T>(indices, output_grads, scales, nullptr, result, 0, padding_idx);
+    const auto params = params_of<T>(indices, output_grads, scales, nullptr, order, result, 0, padding_idx);
     parallel(params.batch, params.positions * (params.scales ? 8 : params.dim) + params.dim,
              [&](int64_t begin, int64_t end) { embedding_squared_norms_cpu(params, begin, end); });
   });
@@ -49,10 +51,13 @@ Tensor clipped_sums(const Tensor& indices, const Tensor& output_grads, const Ten
   const int64_t* index = data<int64_t>(indices);
   STD_TORCH_CHECK(std::all_of(index, index + tokens, [&](int64_t v) { return 0 <= v && v < num_embeddings; }),
                   "indices must lie in [0, num_embeddings)");
-  Tensor result = empty_double(output_grads, {num_embeddings, dim});
+  Tensor order = torch::stable::empty_like(indices), result = empty_double(output_grads, {num_embeddings, dim});
   for_dtype(output_grads, [&](auto zero) {
     using T = decltype(zero);
-    const auto params = params_of<T>(indices, output_grads, scales, &weights, result, num_embeddings, padding_idx);
+    const auto params =
+        params_of<T>(indices, output_grads, scales, &weights, order, result, num_embeddings, padding_idx);
+    parallel(params.batch, params.positions * 16,
+             [&](int64_t begin, int64_t end) { embedding_order_cpu(params, begin, end); });
     const int64_t tasks = embedding_sum_tasks(num_embeddings, dim);
     parallel(tasks, (tokens + num_embeddings) * dim / std::max<int64_t>(1, tasks),
              [&](int64_t begin, int64_t end) { embedding_clipped_sums_cpu(params, begin, end); });

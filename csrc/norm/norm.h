@@ -8,14 +8,14 @@
 
 namespace dpk {
 
-// Statistics of a group of channels of one example (group and instance norm), or of a channel, given from outside
-// (batch norm in eval mode).
+// Statistics of a group of channels of one example (group and instance norm), or given from outside (batch norm in eval
+// mode, as many groups as channels).
 template <typename T>
 struct GroupNormParams {
   const T* x;             // [batch, channels, spatial]
   const T* output_grads;  // [batch, channels, spatial]
-  const T* mean;          // [batch, groups]; fixed: [groups]
-  const T* rstd;          // as mean
+  const T* mean;          // [batch, groups]
+  const T* rstd;          // [batch, groups]
   const T* weight;        // [channels], or null for ones
   T* input_grads;         // [batch, channels, spatial], or null
   double* weight_grads;   // [batch, channels]

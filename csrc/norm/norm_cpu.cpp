@@ -68,7 +68,7 @@ void group_norm_backward(const GroupNormParams<T>& q, int64_t begin, int64_t end
   const int64_t width = q.channels / q.groups;  // channels of a group
   for (int64_t task = begin; task < end; ++task) {
     const int64_t group = task % q.groups, first = task * width * q.spatial;
-    const T mean = q.mean[q.fixed ? group : task], rstd = q.rstd[q.fixed ? group : task];
+    const T mean = q.mean[task], rstd = q.rstd[task];
     const T* gamma = q.weight ? q.weight + group * width : nullptr;
     double scaled = 0, plain = 0;
     for (int64_t c = 0; c < width; ++c) {

@@ -27,15 +27,12 @@ Grads allocate(const Tensor& x, bool input_grads, int64_t size) {
 }
 
 Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Tensor& mean, const Tensor& rstd,
-                          const std::optional<Tensor>& weight, bool input_grads) {
+                          const std::optional<Tensor>& weight, bool fixed, bool input_grads) {
   check_values(x, output_grads);
-  const int64_t batch = x.size(0), channels = x.size(1);
-  const bool fixed = mean.dim() == 1;
-  const int64_t dims = fixed ? 1 : 2, groups = mean.size(dims - 1);
-  check_input(mean, "mean", dims, x.scalar_type());
-  check_input(rstd, "rstd", dims, x.scalar_type());
-  check_size(rstd.size(dims - 1) == groups && (fixed || (mean.size(0) == batch && rstd.size(0) == batch)),
-             "mean, rstd, x");
+  check_input(mean, "mean", 2, x.scalar_type());
+  check_input(rstd, "rstd", 2, x.scalar_type());
+  const int64_t batch = x.size(0), channels = x.size(1), groups = mean.size(1);
+  check_size(mean.size(0) == batch && rstd.size(0) == batch && rstd.size(1) == groups, "mean, rstd, x");
   check_size(groups > 0 && channels % groups == 0, "channels must be a multiple of the groups");
   check_weight(weight, x, channels);
   Grads grads = allocate(x, input_grads, channels);
@@ -91,8 +88,8 @@ Grads layer_norm_backward(const Tensor& x, const Tensor& output_grads, const std
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
   m.def(
-      "group_norm_backward(Tensor x, Tensor output_grads, Tensor mean, Tensor rstd, Tensor? weight, bool input_grads) "
-      "-> (Tensor, Tensor, Tensor)");
+      "group_norm_backward(Tensor x, Tensor output_grads, Tensor mean, Tensor rstd, Tensor? weight, bool fixed, "
+      "bool input_grads) -> (Tensor, Tensor, Tensor)");
   m.def(
       "layer_norm_backward(Tensor x, Tensor output_grads, Tensor? mean, Tensor rstd, Tensor? weight, bool input_grads) "
       "-> (Tensor, Tensor, Tensor)");

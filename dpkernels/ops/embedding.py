@@ -50,7 +50,7 @@ def embedding_squared_norms(indices: Tensor, output_grads: Tensor, *, padding_id
         padding_idx: the row that receives no gradient, or None.
 
     Returns:
-        float64 [batch], rounded upward: never below the norm of the exact gradient.
+        float64 [batch], squared norms of the very rows that the clipped sum adds.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit.
@@ -122,7 +122,7 @@ def embedding_bag_squared_norms(
         padding_idx: the row that is left out of every bag, or None.
 
     Returns:
-        float64 [batch], rounded upward: never below the norm of the exact gradient.
+        float64 [batch], squared norms of the very rows that the clipped sum adds.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or the mode do not fit.

@@ -33,16 +33,23 @@ def _widen(
 
 
 def group_norm_backward(
-    x: Tensor, output_grads: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *, input_grads: bool = True
+    x: Tensor,
+    output_grads: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    *,
+    fixed: bool = False,
+    input_grads: bool = True,
 ) -> Grads:
     """Backward of ``y = weight * xhat + bias`` with ``xhat = (x - mean) * rstd`` over groups of channels.
 
     Args:
         x: [batch, channels, spatial], the layer's input.
         output_grads: [batch, channels, spatial], the gradient of the summed losses with respect to its output.
-        mean, rstd: [batch, groups], each example's statistics (instance norm: as many groups as channels); or
-            [channels], statistics that do not depend on x (batch norm in eval mode).
+        mean, rstd: [batch, groups], the statistics (instance and batch norm: as many groups as channels).
         weight: [channels], or None for ones.
+        fixed: whether the statistics are constants that do not depend on x (batch norm in eval mode).
         input_grads: whether the input's gradient is wanted.
 
     Returns:
@@ -55,20 +62,15 @@ def group_norm_backward(
     require_tensor(x, "x", "[batch, channels, spatial]")
     _check_grads(output_grads, x, "[batch, channels, spatial]")
     batch, channels = x.size(0), x.size(1)
-    if isinstance(mean, Tensor) and mean.dim() == 1:
-        for name, value in (("mean", mean), ("rstd", rstd)):
-            require_tensor(value, name, "[channels]")
-            require_size(value, name, 0, channels, "the channels of x")
-    else:
-        for name, value in (("mean", mean), ("rstd", rstd)):
-            require_tensor(value, name, "[batch, groups]")
-            require_size(value, name, 0, batch, "the batch of x")
-            require_size(value, name, 1, mean.size(1), "the groups of mean")
-        if mean.size(1) == 0 or channels % mean.size(1):
-            raise ValueError(f"mean must have groups that divide the {channels} channels of x, got {mean.size(1)}")
+    for name, value in (("mean", mean), ("rstd", rstd)):
+        require_tensor(value, name, "[batch, groups]")
+        require_size(value, name, 0, batch, "the batch of x")
+        require_size(value, name, 1, mean.size(1), "the groups of mean")
+    if mean.size(1) == 0 or channels % mean.size(1):
+        raise ValueError(f"mean must have groups that divide the {channels} channels of x, got {mean.size(1)}")
     _check_weight(weight, channels, "channels")
     values = _widen(x, output_grads, mean, rstd, weight)
-    dx, weight_grads, bias_grads = torch.ops.dpkernels.group_norm_backward(*values, input_grads)
+    dx, weight_grads, bias_grads = torch.ops.dpkernels.group_norm_backward(*values, fixed, input_grads)
     return dx.to(x.dtype) if input_grads else None, weight_grads, bias_grads
 
 
@@ -117,7 +119,7 @@ def _fake(x: Tensor, size: int, input_grads: bool) -> tuple[Tensor, Tensor, Tens
 
 @torch.library.register_fake("dpkernels::group_norm_backward")
 def _(
-    x: Tensor, output_grads: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, input_grads: bool
+    x: Tensor, output_grads: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, fixed: bool, input_grads: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _fake(x, x.size(1), input_grads)
 

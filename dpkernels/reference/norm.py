@@ -9,11 +9,18 @@ from torch import Tensor
 
 
 def group_norm_backward(
-    x: Tensor, output_grads: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *, input_grads: bool = True
+    x: Tensor,
+    output_grads: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    *,
+    fixed: bool = False,
+    input_grads: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     batch, channels, spatial = x.shape
-    fixed, groups = mean.dim() == 1, mean.size(-1)
-    mean, rstd = (t.repeat_interleave(channels // groups, -1).unsqueeze(-1) for t in (mean, rstd))
+    groups = mean.size(1)
+    mean, rstd = (t.repeat_interleave(channels // groups, 1).unsqueeze(-1) for t in (mean, rstd))
     xhat, g = (x - mean) * rstd, output_grads
     scaled = g if weight is None else g * weight.unsqueeze(-1)
     dx = scaled * rstd

@@ -43,12 +43,12 @@ def assert_matches(got: Any, want: Any, scale: torch.Tensor, dtype: torch.dtype)
 def test_group_norm_matches_reference(isa: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
     x, g, mean, rstd, weight = group_example(*shape, dtype)
     if kind == "fixed":
-        mean, rstd = torch.randn(shape[1]).to(dtype), torch.rand(shape[1]).to(dtype) + 1
-    scales = None if kind == "plain" else weight
+        mean, rstd = torch.randn(shape[:2]).to(dtype), torch.rand(shape[:2]).to(dtype) + 1
+    scales, fixed = None if kind == "plain" else weight, kind == "fixed"
     wide = [t if t is None else t.double() for t in (x, g, mean, rstd, scales)]
-    want = reference.group_norm_backward(*wide)
+    want = reference.group_norm_backward(*wide, fixed=fixed)
     size = reference.group_norm_backward(wide[0].abs(), wide[1].abs(), -wide[2].abs(), *wide[3:])
-    got = group_norm_backward(x, g, mean, rstd, scales)
+    got = group_norm_backward(x, g, mean, rstd, scales, fixed=fixed)
     assert_matches(got, want, size[1] + size[2], dtype)
     absent = group_norm_backward(x, g, mean, rstd, scales, input_grads=False)
     assert absent[0] is None
@@ -86,7 +86,8 @@ def test_reference_is_autograd() -> None:
     mean, rstd = torch.randn(6).double(), torch.rand(6).double() + 1
     output = F.batch_norm(x, mean, rstd**-2, weight, bias, eps=0)
     expected = torch.autograd.grad(output, (x, weight, bias), g)
-    dx, weight_grads, bias_grads = reference.group_norm_backward(x, g, mean, rstd, weight)
+    statistics = mean.expand(3, 6), rstd.expand(3, 6)
+    dx, weight_grads, bias_grads = reference.group_norm_backward(x, g, *statistics, weight, fixed=True)
     for got, want in zip((dx, weight_grads.sum(0), bias_grads.sum(0)), expected, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -171,8 +172,8 @@ def test_non_contiguous_inputs() -> None:
 
 def test_opcheck() -> None:
     x, g, mean, rstd, weight = group_example(2, 4, 5, 2, torch.float32)
-    torch.library.opcheck(torch.ops.dpkernels.group_norm_backward.default, (x, g, mean, rstd, weight, True))
-    torch.library.opcheck(torch.ops.dpkernels.group_norm_backward.default, (x, g, mean, rstd, None, False))
+    torch.library.opcheck(torch.ops.dpkernels.group_norm_backward.default, (x, g, mean, rstd, weight, False, True))
+    torch.library.opcheck(torch.ops.dpkernels.group_norm_backward.default, (x, g, mean, rstd, None, True, False))
     x, g, mean, rstd, weight = layer_example(2, 3, 5, torch.float32)
     torch.library.opcheck(torch.ops.dpkernels.layer_norm_backward.default, (x, g, mean, rstd, weight, True))
     torch.library.opcheck(torch.ops.dpkernels.layer_norm_backward.default, (x, g, None, rstd, weight, False))
@@ -185,7 +186,8 @@ def test_opcheck() -> None:
         ({"output_grads": torch.ones(2, 4, 6)}, "output_grads must have size 5 in dimension 2"),
         ({"mean": torch.ones(2, 3)}, "rstd must have size 3 in dimension 1"),
         ({"mean": torch.ones(2, 3), "rstd": torch.ones(2, 3)}, "groups that divide the 4 channels of x, got 3"),
-        ({"mean": torch.ones(3), "rstd": torch.ones(4)}, "mean must have size 4 in dimension 0"),
+        ({"mean": torch.ones(3, 2)}, "mean must have size 2 in dimension 0"),
+        ({"mean": torch.ones(4)}, r"mean must be \[batch, groups\], got 1-D"),
         ({"weight": torch.ones(3)}, "weight must have size 4 in dimension 0"),
         ({"x": torch.ones(2, 4, 5, dtype=torch.int64)}, "x must be floating-point"),
         ({"rstd": None}, "rstd must be a tensor"),
