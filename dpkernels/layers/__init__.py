@@ -3,13 +3,26 @@
 from torch import nn
 
 from dpkernels.layers.base import Layer, Record, Rule
+from dpkernels.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.layers.linear import LinearLayer
+from dpkernels.layers.norm import BatchNormLayer, GroupNormLayer, InstanceNormLayer, LayerNormLayer, RMSNormLayer
 from dpkernels.layers.opaque import OpaqueModule
 from dpkernels.layers.state import BufferGuard
 
+_LAYERS: tuple[type[Layer], ...] = (
+    LinearLayer,
+    GroupNormLayer,
+    InstanceNormLayer,
+    LayerNormLayer,
+    RMSNormLayer,
+    BatchNormLayer,
+    EmbeddingLayer,
+    EmbeddingBagLayer,
+)
+
 #: The layer that serves each module type. A subclass that inherits its base's forward is served by the base's layer.
 REGISTRY: dict[type[nn.Module], type[Layer]] = {
-    module_type: layer for layer in (LinearLayer,) for module_type in layer.module_types
+    module_type: layer for layer in _LAYERS for module_type in layer.module_types
 }
 
 __all__ = ["REGISTRY", "BufferGuard", "Layer", "OpaqueModule", "Record", "Rule"]

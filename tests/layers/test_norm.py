@@ -1,0 +1,206 @@
+"""Normalization layers in the engine, against the one-example loop in float64."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpkernels.clipping import GhostClipper, UnsupportedModelError
+from dpkernels.layers.norm import GroupNormLayer
+from tests.clipping.oracle import cross_entropy, deviation, one_example_loop
+
+BATCH, CLASSES = 5, 3
+
+
+def frozen_batch_norm(kind: type[nn.Module]) -> nn.Module:
+    norm = kind(4).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return norm
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "group": (lambda: nn.GroupNorm(2, 4), (4, 3, 5)),
+    "group 1-D": (lambda: nn.GroupNorm(2, 4), (4, 7)),
+    "group flat": (lambda: nn.GroupNorm(1, 4), (4,)),
+    "group 3-D": (lambda: nn.GroupNorm(4, 4), (4, 2, 3, 2)),
+    "instance 1-D": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 7)),
+    "instance 2-D": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 3, 5)),
+    "instance 3-D": (lambda: nn.InstanceNorm3d(4, affine=True), (4, 2, 3, 2)),
+    "layer": (lambda: nn.LayerNorm(5), (3, 5)),
+    "layer flat": (lambda: nn.LayerNorm(5), (5,)),
+    "layer deep": (lambda: nn.LayerNorm(5), (2, 3, 2, 5)),
+    "layer over two": (lambda: nn.LayerNorm((3, 5)), (2, 3, 5)),
+    "layer without bias": (lambda: nn.LayerNorm(5, bias=False), (3, 5)),
+    "rms": (lambda: nn.RMSNorm(5), (3, 5)),
+    "rms over two": (lambda: nn.RMSNorm((3, 5), eps=1e-3), (3, 5)),
+    "batch 1-D flat": (lambda: frozen_batch_norm(nn.BatchNorm1d), (4,)),
+    "batch 1-D": (lambda: frozen_batch_norm(nn.BatchNorm1d), (4, 7)),
+    "batch 2-D": (lambda: frozen_batch_norm(nn.BatchNorm2d), (4, 3, 5)),
+    "batch 3-D": (lambda: frozen_batch_norm(nn.BatchNorm3d), (4, 2, 3, 2)),
+}
+
+
+class Net(nn.Module):
+    """The layer behind a trainable scale of the input, so that its input's gradient matters too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        make, self.shape = LAYERS[name]
+        with torch.no_grad():
+            self.norm = make()
+            for p in self.norm.parameters():
+                p.normal_()
+        self.before = nn.Linear(self.shape[-1], self.shape[-1])
+        self.head = nn.Linear(torch.Size(self.shape).numel(), CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.before(x))).flatten(1))
+
+
+def batch(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(BATCH, *shape).to(dtype), torch.randint(0, CLASSES, (BATCH,))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_one_example_loop(name: str, dtype: torch.dtype) -> None:
+    model = Net(name).to(dtype)
+    x, y = batch(model.shape, dtype)
+    _, norms = one_example_loop(model, cross_entropy, x, y, 1.0)
+    bound = float(norms.median())
+    expected, norms = one_example_loop(model, cross_entropy, x, y, bound)
+    output = model(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for memory in ("keep", "lean"):
+        with GhostClipper(model, bound, memory=memory) as clipper:
+            assert torch.equal(model(x), output) or "instance" in name
+            torch.testing.assert_close(model(x), output)
+            result = clipper.backward(cross_entropy(model, x, y))
+        assert deviation(result.grads, expected) < tolerance
+        torch.testing.assert_close(result.norms, norms, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("name", ["group", "instance 2-D", "layer", "batch 2-D"])
+@pytest.mark.parametrize("frozen", ["weight", "bias", "before"])
+def test_part_of_it_frozen(name: str, frozen: str) -> None:
+    """Weight only, bias only, and a norm whose input needs no gradient."""
+    model = Net(name)
+    (model.before if frozen == "before" else getattr(model.norm, frozen)).requires_grad_(False)
+    x, y = batch(model.shape)
+    expected, norms = one_example_loop(model, cross_entropy, x, y, 0.3)
+    with GhostClipper(model, 0.3) as clipper:
+        result = clipper.backward(cross_entropy(model, x, y))
+    assert deviation(result.grads, expected) < 1e-5
+    torch.testing.assert_close(result.norms, norms, rtol=1e-5, atol=0)
+
+
+class Twice(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("name", ["group", "layer", "rms", "batch 2-D"])
+def test_called_twice(name: str) -> None:
+    model = Twice(name)
+    x, y = batch(model.shape)
+    expected, norms = one_example_loop(model, cross_entropy, x, y, 0.3)
+    with GhostClipper(model, 0.3) as clipper:
+        result = clipper.backward(cross_entropy(model, x, y))
+    assert deviation(result.grads, expected) < 1e-5
+    torch.testing.assert_close(result.norms, norms, rtol=1e-5, atol=0)
+
+
+def test_under_checkpointing_and_channels_last() -> None:
+    model = Net("group")
+    x, y = batch(model.shape)
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.3)
+    x = x.to(memory_format=torch.channels_last)
+    with GhostClipper(model, 0.3) as clipper:
+        losses = nn.functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y, reduction="none")
+        assert deviation(clipper.backward(losses).grads, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_empty_batch(name: str) -> None:
+    model = Net(name)
+    x, y = batch(model.shape)
+    with GhostClipper(model, 0.3) as clipper:
+        result = clipper.backward(cross_entropy(model, x[:0], y[:0]))
+    assert result.norms.shape == (0,)
+    assert not any(g.any() for g in result.grads.values())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast_keeps_the_dtype(name: str) -> None:
+    model = Net(name)
+    x, y = batch(model.shape)
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.3)
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("ignore")  # torch's RMS norm has no fused form for a weight of another dtype
+        plain = model.norm(model.before(x))
+        with GhostClipper(model, 0.3) as clipper:
+            assert model.norm(model.before(x)).dtype == plain.dtype
+            result = clipper.backward(cross_entropy(model, x, y).float())
+    assert deviation(result.grads, expected) < 0.15
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_the_record_keeps_the_small_gradients_alone(needs_grad: bool) -> None:
+    layer, records = GroupNormLayer(nn.GroupNorm(2, 4), "norm"), []
+    y = layer.call(lambda ctx, record: records.append(record), None, torch.randn(5, 4, 6, requires_grad=needs_grad))
+    y.sum().backward()
+    (record,) = records
+    layer.squared_norms(record, frozenset(record.slots))
+    assert not record.saved
+    assert record.output_grad.numel() == 0
+    assert {slot: tuple(g.shape) for slot, g in record.per_example.items()} == {"weight": (5, 4), "bias": (5, 4)}
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.BatchNorm2d(4), r"0: batch norm in training mode .* dpkernels\.models\.replace_batch_norm"),
+        (nn.BatchNorm2d(4, affine=False), "0: batch norm in training mode"),
+        (nn.SyncBatchNorm(4), "0: batch norm in training mode"),
+        (nn.BatchNorm2d(4, track_running_stats=False).eval(), "0: batch norm without running statistics"),
+        (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), "0: instance norm with running statistics"),
+        (nn.InstanceNorm2d(4, affine=True, track_running_stats=True).eval(), "track_running_stats=False"),
+    ],
+)
+def test_what_mixes_examples_is_refused(layer: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        GhostClipper(nn.Sequential(layer, nn.Linear(5, 2)), 1.0)
+
+
+def test_frozen_instance_norm_in_eval_mode_is_fine() -> None:
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval().requires_grad_(False)
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(12, CLASSES))
+    x, y = batch((4, 3))
+    expected, _ = one_example_loop(model, cross_entropy, x, y, 0.3)
+    with GhostClipper(model, 0.3) as clipper:
+        assert deviation(clipper.backward(cross_entropy(model, x, y)).grads, expected) < 1e-5
+
+
+def test_back_in_training_mode_is_refused_too() -> None:
+    model = Net("batch 2-D")
+    with GhostClipper(model, 1.0):
+        model.train()
+        with pytest.raises(RuntimeError, match="norm: batch norm in training mode"):
+            model(batch(model.shape)[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "words"),
+    [
+        (nn.LayerNorm((2, 5)), (2, 5), r"must have the batch before its normalized shape \(2, 5\)"),
+        (nn.InstanceNorm1d(4, affine=True), (4, 6), "must be 3-D, batch first, got 2-D"),
+        (nn.InstanceNorm1d(4, affine=True), (2, 4, 1), "must have several values to normalize"),
+    ],
+)
+def test_input_without_a_batch_is_refused(layer: nn.Module, shape: tuple[int, ...], words: str) -> None:
+    with GhostClipper(nn.Sequential(layer), 1.0) as clipper, pytest.raises(ValueError, match=words):
+        clipper.model(torch.randn(shape))
