@@ -1,0 +1,81 @@
+// Convolutions in three spatial dimensions (fewer are lifted): y[o, t] = sum_{c, k} W[o, c, k] x[c, t stride + k
+// dilation
+// - padding], so the weight gradient of one example is G[o, c, k] = sum_t g[o, t] x[c, t stride + k dilation -
+// padding]. A transposed convolution is the same with the roles of input and output gradient swapped.
+#pragma once
+
+#include <cstdint>
+
+namespace dpk {
+
+struct ConvShape {
+  int64_t batch, groups, in_channels, out_channels;
+  int64_t in[3], out[3];  // sizes of the maps: depth, height, width
+  int64_t kernel[3], stride[3], padding[3], dilation[3];
+
+  int64_t group_in() const { return in_channels / groups; }
+  int64_t group_out() const { return out_channels / groups; }
+  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
+  int64_t rows() const { return group_in() * taps(); }  // of the unfolded input, in each group
+  int64_t pixels() const { return in[0] * in[1] * in[2]; }
+  int64_t positions() const { return out[0] * out[1] * out[2]; }
+  int64_t padded(int d) const { return in[d] + 2 * padding[d]; }
+  int64_t padded_pixels() const { return padded(0) * padded(1) * padded(2); }
+};
+
+// How a squared norm is computed.
+enum class ConvStrategy : int64_t {
+  kAuto = 0,    // the cheaper way by the cost model in plan.h
+  kDirect = 1,  // the gradient itself, tile by tile
+  kGram = 2,    // products of pairs of positions
+};
+
+template <typename T>
+struct ConvNormParams {
+  ConvShape shape;
+  const T* input;         // [batch, in_channels, *in]; null: the weight does not count
+  const T* output_grads;  // [batch, out_channels, *out]
+  const T* bias_source;   // [batch, bias_channels, bias_positions]; null: the bias does not count
+  int64_t bias_channels, bias_positions;
+  double* squared_norms;  // [batch]
+  T* weight_grads;        // [batch, rows, out_channels] or null; the norm is then of these very numbers
+  double* bias_grads;     // [batch, bias_channels]
+  ConvStrategy strategy;  // not kAuto
+};
+
+template <typename T>
+struct ConvSumParams {
+  ConvShape shape;
+  const T* input;         // [batch, in_channels, *in]
+  const T* output_grads;  // [batch, out_channels, *out]
+  const double* weights;  // [batch]; an example of weight 0 is skipped
+  const bool* wide;       // [batch]; accumulated in double: from conv_wide_examples_cpu
+  double* partial_sums;   // [slices, out_channels, rows]
+};
+
+template <typename T>
+struct ConvBiasSumParams {
+  const T* source;        // [batch, channels, positions]
+  const double* weights;  // [batch]; an example of weight 0 is skipped
+  double* sum;            // [channels]
+  int64_t batch, channels, positions;
+};
+
+// Squared gradient norms of the examples begin <= b < end, rounded upward.
+template <typename T>
+void conv_squared_norms_cpu(const ConvNormParams<T>& params, int64_t begin, int64_t end);
+
+// Which of the examples begin <= b < end hold values whose products could leave the range of T.
+template <typename T>
+void conv_wide_examples_cpu(const ConvSumParams<T>& params, bool* wide, int64_t begin, int64_t end);
+
+// Clipped sums for the tasks begin <= task < end, one for each block and slice of ConvSumGrid (plan.h). The sum over
+// slices is the result.
+template <typename T>
+void conv_clipped_sums_cpu(const ConvSumParams<T>& params, int64_t begin, int64_t end);
+
+// Clipped sums of the bias gradient for the channels begin <= c < end.
+template <typename T>
+void conv_bias_sums_cpu(const ConvBiasSumParams<T>& params, int64_t begin, int64_t end);
+
+}  // namespace dpk

@@ -1,0 +1,144 @@
+#include <array>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "common/torch.h"
+#include "conv/conv.h"
+#include "conv/plan.h"
+
+namespace dpk {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+// The shape of the convolution whose weight gradient is wanted: a transposed convolution swaps its two maps.
+ConvShape shape_of(const Tensor& input, const Tensor& output_grads, const Ints& kernel, const Ints& stride,
+                   const Ints& padding, const Ints& dilation, int64_t groups, bool transposed) {
+  check_input(input, "input", 5, input.scalar_type());
+  check_input(output_grads, "output_grads", 5, input.scalar_type());
+  check_size(input.size(0) == output_grads.size(0), "input, output_grads");
+  check_size(kernel.size() == 3 && stride.size() == 3 && padding.size() == 3 && dilation.size() == 3,
+             "kernel_size, stride, padding, dilation");
+  const Tensor &map = transposed ? output_grads : input, &grads = transposed ? input : output_grads;
+  ConvShape s{input.size(0), groups, map.size(1), grads.size(1), {}, {}, {}, {}, {}, {}};
+  check_size(groups > 0 && s.in_channels > 0 && s.out_channels > 0 && s.in_channels % groups == 0 &&
+                 s.out_channels % groups == 0,
+             "channels, groups");
+  for (int i = 0; i < 3; ++i) {
+    s.in[i] = map.size(i + 2);
+    s.out[i] = grads.size(i + 2);
+    s.kernel[i] = kernel[i];
+    s.stride[i] = stride[i];
+    s.padding[i] = padding[i];
+    s.dilation[i] = dilation[i];
+    const bool positive = s.kernel[i] > 0 && s.stride[i] > 0 && s.padding[i] >= 0 && s.dilation[i] > 0;
+    const int64_t reach = s.padded(i) - s.dilation[i] * (s.kernel[i] - 1) - 1;
+    check_size(positive && reach >= 0 && s.out[i] == reach / s.stride[i] + 1, "maps, kernel");
+  }
+  return s;
+}
+
+int64_t work(const ConvShape& s) { return s.positions() * s.rows() * s.out_channels; }
+
+std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tensor& output_grads, const Ints& kernel,
+                                                 const Ints& stride, const Ints& padding, const Ints& dilation,
+                                                 int64_t groups, bool transposed, bool weight, bool bias, bool store,
+                                                 int64_t strategy) {
+  const ConvShape s = shape_of(input, output_grads, kernel, stride, padding, dilation, groups, transposed);
+  check_size(0 <= strategy && strategy <= 2, "strategy");
+  ConvStrategy chosen = static_cast<ConvStrategy>(strategy);
+  if (chosen == ConvStrategy::kAuto) chosen = store ? ConvStrategy::kDirect : conv_strategy(s);
+  check_size(!store || chosen == ConvStrategy::kDirect, "store, strategy");
+  const bool stored = store && weight;
+  const int64_t channels = output_grads.size(1),
+                positions = output_grads.size(2) * output_grads.size(3) * output_grads.size(4);
+  Tensor result = empty_double(input, {s.batch});
+  Tensor weight_grads =
+      torch::stable::new_empty(input, {stored ? s.batch : 0, stored ? s.rows() : 0, stored ? s.out_channels : 0});
+  Tensor bias_grads = empty_double(input, {bias ? s.batch : 0, bias ? channels : 0});
+  for_dtype(input, [&](auto zero) {
+    using T = decltype(zero);
+    const T *map = data<T>(transposed ? output_grads : input), *grads = data<T>(transposed ? input : output_grads);
+    const ConvNormParams<T> params{s,
+                                   weight ? map : nullptr,
+                                   grads,
+                                   bias ? data<T>(output_grads) : nullptr,
+                                   channels,
+                                   positions,
+                                   mutable_data<double>(result),
+                                   stored ? mutable_data<T>(weight_grads) : nullptr,
+                                   mutable_data<double>(bias_grads),
+                                   chosen};
+    parallel(s.batch, work(s), [&](int64_t begin, int64_t end) { conv_squared_norms_cpu(params, begin, end); });
+  });
+  return {result, weight_grads, bias_grads};
+}
+
+std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& output_grads, const Tensor& weights,
+                                        const Ints& kernel, const Ints& stride, const Ints& padding,
+                                        const Ints& dilation, int64_t groups, bool transposed, bool weight, bool bias) {
+  const ConvShape s = shape_of(input, output_grads, kernel, stride, padding, dilation, groups, transposed);
+  check_input(weights, "weights", 1, ScalarType::Double);
+  check_size(weights.size(0) == s.batch, "weights, input");
+  const ConvSumGrid grid(s);
+  const int64_t channels = output_grads.size(1),
+                positions = output_grads.size(2) * output_grads.size(3) * output_grads.size(4);
+  const int64_t size = s.rows() * s.out_channels;
+  Tensor weight_sum = empty_double(input, {weight ? s.out_channels : 0, weight ? s.rows() : 0});
+  Tensor partial = grid.slices == 1 ? weight_sum : empty_double(input, {grid.slices, weight ? size : 0});
+  Tensor bias_sum = empty_double(input, {bias ? channels : 0});
+  for_dtype(input, [&](auto zero) {
+    using T = decltype(zero);
+    if (weight) {
+      const auto wide = std::make_unique<bool[]>(s.batch);
+      const ConvSumParams<T> params{s,
+                                    data<T>(transposed ? output_grads : input),
+                                    data<T>(transposed ? input : output_grads),
+                                    data<double>(weights),
+                                    wide.get(),
+                                    mutable_data<double>(partial)};
+      const int64_t values = s.in_channels * s.pixels() + s.out_channels * s.positions();
+      parallel(s.batch, values,
+               [&](int64_t begin, int64_t end) { conv_wide_examples_cpu(params, wide.get(), begin, end); });
+      const int64_t tasks = grid.blocks() * grid.slices;
+      parallel(tasks, s.batch * work(s) / tasks,
+               [&](int64_t begin, int64_t end) { conv_clipped_sums_cpu(params, begin, end); });
+      if (grid.slices > 1) {
+        const double* from = data<double>(partial);
+        double* to = mutable_data<double>(weight_sum);
+        parallel(size, grid.slices, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            to[i] = 0;
+            for (int64_t slice = 0; slice < grid.slices; ++slice) to[i] += from[slice * size + i];
+          }
+        });
+      }
+    }
+    if (bias) {
+      const ConvBiasSumParams<T> params{
+          data<T>(output_grads), data<double>(weights), mutable_data<double>(bias_sum), s.batch, channels, positions};
+      parallel(channels, s.batch * positions,
+               [&](int64_t begin, int64_t end) { conv_bias_sums_cpu(params, begin, end); });
+    }
+  });
+  return {weight_sum, bias_sum};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+  m.def(
+      "conv_squared_norms(Tensor input, Tensor output_grads, int[] kernel_size, int[] stride, int[] padding, "
+      "int[] dilation, int groups, bool transposed, bool weight, bool bias, bool store, int strategy) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "conv_clipped_sums(Tensor input, Tensor output_grads, Tensor weights, int[] kernel_size, int[] stride, "
+      "int[] padding, int[] dilation, int groups, bool transposed, bool weight, bool bias) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+  m.impl("conv_squared_norms", TORCH_BOX(&squared_norms));
+  m.impl("conv_clipped_sums", TORCH_BOX(&clipped_sums));
+}
+
+}  // namespace
+}  // namespace dpk

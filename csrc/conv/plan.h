@@ -1,0 +1,90 @@
+// What is decided from the shape of a convolution alone: how its norms are computed, whether gradients are worth
+// storing, and how a clipped sum is cut into tasks. No torch, no instruction sets.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "conv/conv.h"
+
+namespace dpk {
+
+// Multiply-adds per example, weighed by how fast each part runs.
+struct ConvCosts {
+  double direct, gram, sum, stored_sum;
+
+  explicit ConvCosts(const ConvShape& s) {
+    const double t = s.positions(), size = static_cast<double>(s.rows()) * s.out_channels;
+    double grid = 0;  // pairs of pixels, over the phases of the stride
+    double phases = 1, phase = 1;
+    for (int i = 0; i < 3; ++i) {
+      const int64_t reach = (s.kernel[i] - 1) * s.dilation[i] / s.stride[i];
+      phases *= std::min(s.kernel[i], s.stride[i]);
+      phase *= s.out[i] + reach;
+    }
+    grid = phases * phase * phase / 2;
+    direct = t * size;
+    gram = s.groups * (grid * s.group_in() + t * t / 2 * (s.group_out() + 2. * s.taps()));
+    sum = t * size + 8 * size;
+    stored_sum = 24 * size;
+  }
+};
+
+inline ConvStrategy conv_strategy(const ConvShape& s) {
+  const ConvCosts costs(s);
+  return costs.gram + costs.sum < costs.direct + std::min(costs.sum, costs.stored_sum) ? ConvStrategy::kGram
+                                                                                       : ConvStrategy::kDirect;
+}
+
+// Worth storing: cheaper than computing them again, and not much larger than the operands that they replace.
+inline bool conv_stores(const ConvShape& s) {
+  const ConvCosts costs(s);
+  const int64_t operands = s.in_channels * s.pixels() + s.out_channels * s.positions();
+  return conv_strategy(s) == ConvStrategy::kDirect && costs.stored_sum < costs.sum &&
+         s.rows() * s.out_channels <= 4 * operands;
+}
+
+// Whether outputs have so few channels in common that each loads its own.
+inline bool own_channels(const ConvShape& s) { return s.groups > 1 && s.group_out() <= 4 && s.group_in() <= 16; }
+
+// Channels [channel, channel + channels) of a group, outputs [output, output + outputs), counted over all groups. In
+// own-channel mode the channels are those of each output's own group.
+struct ConvBlock {
+  int64_t group, channel, channels, output, outputs;
+};
+
+// How the sum is cut into tasks; a function of the shape alone.
+struct ConvSumGrid {
+  static constexpr int64_t kOperand = 1 << 15;  // packed values of a chunk of examples, each operand: half an L2 cache
+  static constexpr int64_t kTotal = 1 << 15;    // sums of a block
+  static constexpr int64_t kTasks = 16;         // enough for threads to share evenly
+
+  const ConvShape& s;
+  const bool own;
+  int64_t outputs, channels;              // of a block
+  int64_t output_blocks, channel_blocks;  // in a group (own channels: over all outputs)
+  int64_t slices;                         // of the batch
+
+  explicit ConvSumGrid(const ConvShape& shape) : s(shape), own(own_channels(shape)) {
+    const int64_t all = own ? s.out_channels : s.group_out();
+    outputs = std::min(all, std::clamp<int64_t>(kOperand / s.positions() / 32 * 32, 32, 128));
+    const int64_t fitting = std::min(kOperand / s.padded_pixels(), kTotal / (outputs * s.taps()));
+    channels = own ? s.group_in() : std::clamp<int64_t>(fitting, 1, s.group_in());
+    output_blocks = (all + outputs - 1) / outputs;
+    channel_blocks = (s.group_in() + channels - 1) / channels;
+    slices = std::clamp<int64_t>(kTasks / blocks(), 1, std::max<int64_t>(1, s.batch / 8));
+  }
+
+  int64_t blocks() const { return (own ? 1 : s.groups) * output_blocks * channel_blocks; }
+
+  ConvBlock block(int64_t index) const {
+    const int64_t group = index / (output_blocks * channel_blocks);
+    const int64_t all = own ? s.out_channels : s.group_out();
+    const int64_t output = index / channel_blocks % output_blocks * outputs;
+    const int64_t channel = index % channel_blocks * channels;
+    return {group, channel, std::min(channels, s.group_in() - channel), group * s.group_out() + output,
+            std::min(outputs, all - output)};
+  }
+};
+
+}  // namespace dpk

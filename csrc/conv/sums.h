@@ -1,0 +1,122 @@
+// Clipped sums sum_b w_b G_b: the same tiles as the direct norm, accumulated in A within at most kDepth positions of
+// one example, then weighted and added in double, so no example's contribution depends on the others beyond 2^-53. Each
+// task owns a block of the weight and walks its slice of the batch in order: the result does not depend on the number
+// of threads. Included by conv_cpu.cpp inside namespace dpk::DPK_ISA.
+
+// Adds the examples' weighted gradients of one block to total [rows of the block, outputs of the block].
+template <typename T, typename A>
+class BlockSum {
+ public:
+  BlockSum(const ConvSumParams<T>& params, const ConvBlock& whole)
+      : q(params), s(params.shape), block(whole), unfold(params.shape, whole.channels) {}
+
+  void add(const std::vector<int64_t>& examples, double* total) {
+    const int64_t step = unfold.own ? kPanel<A> : block.outputs;
+    for (int64_t first = 0; first < block.outputs; first += step) {
+      ConvBlock part = block;
+      part.output += first;
+      part.outputs = std::min(step, block.outputs - first);
+      add_part(examples, part, total + first);
+    }
+  }
+
+ private:
+  void add_part(const std::vector<int64_t>& examples, const ConvBlock& part, double* total) {
+    const int64_t input_size = unfold.input_size(part.channels), output_size = unfold.output_size(part.outputs);
+    const int64_t count = examples.size();
+    const int64_t chunk =
+        std::clamp<int64_t>(ConvSumGrid::kOperand / std::max(input_size, output_size), 1, std::max<int64_t>(1, count));
+    input.assign(chunk * input_size, A(0));
+    grads.resize(chunk * output_size);
+    for (int64_t begin = 0; begin < count; begin += chunk) {
+      const int64_t end = std::min(begin + chunk, count);
+      for (int64_t e = begin; e < end; ++e) {
+        unfold.pack_input(q.input + examples[e] * s.in_channels * s.pixels(), part,
+                          input.data() + (e - begin) * input_size);
+        unfold.pack_output(q.output_grads + examples[e] * s.out_channels * s.positions(), part,
+                           grads.data() + (e - begin) * output_size);
+      }
+      for (int64_t output = 0; output < part.outputs; output += kPanel<A>)
+        for (int64_t row = 0; row < part.channels * s.taps(); row += kTileRows)
+          for (int64_t e = begin; e < end; ++e)
+            add_tile(part, input.data() + (e - begin) * input_size, grads.data() + (e - begin) * output_size, row,
+                     output, q.weights[examples[e]], total + row * block.outputs + output);
+    }
+  }
+
+  void add_tile(const ConvBlock& part, const A* x, const A* g, int64_t row, int64_t output, double weight,
+                double* total) const {
+    const int64_t rows = std::min(kTileRows, part.channels * s.taps() - row);
+    const int64_t used = std::min(kPanel<A>, part.outputs - output), width = unfold.panel_width(part.outputs, output);
+    for (int64_t first = 0; first < s.positions(); first += kDepth) {
+      A values[kTile<A>];
+      unfold.product(x, g, part, row, output, first, std::min(kDepth, s.positions() - first), values);
+      for (int64_t i = 0; i < rows; ++i) {
+        double* to = total + i * block.outputs;
+        const A* from = values + i * width;
+        int64_t j = 0;
+        for (; j + kLanes<double> <= used; j += kLanes<double>)
+          store<double>(to + j, load<double>(to + j) + weight * load_double(from + j));
+        for (; j < used; ++j) to[j] += weight * static_cast<double>(from[j]);
+      }
+    }
+  }
+
+  const ConvSumParams<T>& q;
+  const ConvShape& s;
+  const ConvBlock& block;
+  const Unfold<T, A> unfold;
+  std::vector<A> input, grads;
+};
+
+template <typename T>
+void clipped_sums(const ConvSumParams<T>& q, int64_t begin, int64_t end) {
+  const ConvShape& s = q.shape;
+  const ConvSumGrid grid(s);
+  std::vector<double> total;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t slice = task / grid.blocks();
+    const ConvBlock block = grid.block(task % grid.blocks());
+    const int64_t rows = block.channels * s.taps();
+    std::vector<int64_t> narrow, wide;
+    for (int64_t b = slice * s.batch / grid.slices; b < (slice + 1) * s.batch / grid.slices; ++b)
+      if (q.weights[b] != 0) (q.wide[b] ? wide : narrow).push_back(b);
+    total.assign(rows * block.outputs, 0.);
+    BlockSum<T, T>(q, block).add(narrow, total.data());
+    if (!wide.empty()) BlockSum<T, double>(q, block).add(wide, total.data());
+    double* to = q.partial_sums + (slice * s.out_channels + block.output) * s.rows() + block.channel * s.taps();
+    for (int64_t o = 0; o < block.outputs; ++o)
+      for (int64_t r = 0; r < rows; ++r) to[o * s.rows() + r] = total[r * block.outputs + o];
+  }
+}
+
+template <typename T>
+void wide_examples(const ConvSumParams<T>& q, bool* wide, int64_t begin, int64_t end) {
+  const ConvShape& s = q.shape;
+  const int64_t inputs = s.in_channels * s.pixels(), outputs = s.out_channels * s.positions();
+  for (int64_t b = begin; b < end; ++b)
+    wide[b] = q.weights[b] != 0 &&
+              leaves_range<T>(largest(q.input + b * inputs, inputs) * largest(q.output_grads + b * outputs, outputs),
+                              s.positions());
+}
+
+// Sum of n values in double.
+template <typename T>
+inline double sum_of(const T* p, int64_t n) {
+  Vec<double> partial[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes<double> <= n; i += 2 * kLanes<double>)
+    for (int64_t u = 0; u < 2; ++u) partial[u] += load_double(p + i + u * kLanes<double>);
+  double sum = lane_sum<double>(partial[0] + partial[1]);
+  for (; i < n; ++i) sum += static_cast<double>(p[i]);
+  return sum;
+}
+
+template <typename T>
+void bias_sums(const ConvBiasSumParams<T>& q, int64_t begin, int64_t end) {
+  std::fill(q.sum + begin, q.sum + end, 0.);
+  for (int64_t b = 0; b < q.batch; ++b)
+    if (q.weights[b] != 0)
+      for (int64_t c = begin; c < end; ++c)
+        q.sum[c] += q.weights[b] * sum_of(q.source + (b * q.channels + c) * q.positions, q.positions);
+}

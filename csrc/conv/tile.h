@@ -1,0 +1,75 @@
+// Products of an unfolded input with output gradients in register tiles, without an unfolded input in memory. Included
+// by conv_cpu.cpp inside namespace dpk::DPK_ISA.
+//
+// A tile holds kTileRows rows (channel, tap) of the unfolded input times up to kTileVecs vectors of outputs. Output
+// gradients are packed in panels [positions, outputs of the panel]; a row's value at a position is broadcast straight
+// from the zero-padded input at row offset + position offset, so any stride, dilation and padding costs the same.
+// Where outputs have few channels of their own (depthwise) a broadcast would serve one output only: there the packed
+// input is [pixels, channels, outputs of the panel] and each row loads a vector.
+
+constexpr int64_t kTileRows = DPK_VECTOR_BYTES == 64 ? 8 : DPK_VECTOR_BYTES == 32 ? 6 : 4;
+constexpr int64_t kTileVecs = 2;  // 12 accumulators, 2 panel vectors and a broadcast fill AVX2's 16 registers
+constexpr int64_t kDepth = 128;   // products added up in A, one after the other, before they join a total
+template <typename A>
+constexpr int64_t kPanel = kTileVecs * kLanes<A>;  // outputs of a panel
+template <typename A>
+constexpr int64_t kTile = kTileRows * kPanel<A>;
+
+// values[i, :] = sum_k x[row_offsets[i] + offsets[k]] * panel[k, :] for kVecs vectors of outputs.
+template <typename A, int64_t kVecs, bool kOwn>
+inline void tile_product(const A* x, const int64_t* row_offsets, const int64_t* offsets, const A* panel, int64_t depth,
+                         A* values) {
+  const A* rows[kTileRows];
+  for (int64_t i = 0; i < kTileRows; ++i) rows[i] = x + row_offsets[i];
+  Vec<A> acc[kTileRows][kVecs] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    const int64_t offset = offsets[k];
+    Vec<A> g[kVecs];
+    for (int64_t v = 0; v < kVecs; ++v) g[v] = load<A>(panel + (k * kVecs + v) * kLanes<A>);
+    for (int64_t i = 0; i < kTileRows; ++i)
+      for (int64_t v = 0; v < kVecs; ++v)
+        if constexpr (kOwn)
+          acc[i][v] += load<A>(rows[i] + offset + v * kLanes<A>) * g[v];
+        else
+          acc[i][v] += rows[i][offset] * g[v];
+  }
+  for (int64_t i = 0; i < kTileRows; ++i)
+    for (int64_t v = 0; v < kVecs; ++v) store<A>(values + (i * kVecs + v) * kLanes<A>, acc[i][v]);
+}
+
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define DPK_SHUFFLE4(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define DPK_SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, Index4{i, j, k, l})
+#endif
+
+// to[c, r] = from[r, c] for `columns` columns, with row strides of their own; rows beyond `rows` come out zero.
+template <typename T, typename A>
+inline void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, A* to, int64_t to_stride) {
+  int64_t r = 0;
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<A, float>) {
+    typedef float Vec4 __attribute__((vector_size(16)));
+    [[maybe_unused]] typedef int Index4 __attribute__((vector_size(16)));
+    for (; r + 4 <= rows; r += 4) {
+      const float* f = from + r * from_stride;
+      int64_t c = 0;
+      for (; c + 4 <= columns; c += 4) {
+        Vec4 v[4];
+        for (int64_t i = 0; i < 4; ++i) std::memcpy(&v[i], f + i * from_stride + c, sizeof(Vec4));
+        const Vec4 a = DPK_SHUFFLE4(v[0], v[1], 0, 4, 1, 5), b = DPK_SHUFFLE4(v[2], v[3], 0, 4, 1, 5);
+        const Vec4 p = DPK_SHUFFLE4(v[0], v[1], 2, 6, 3, 7), q = DPK_SHUFFLE4(v[2], v[3], 2, 6, 3, 7);
+        v[0] = DPK_SHUFFLE4(a, b, 0, 1, 4, 5);
+        v[1] = DPK_SHUFFLE4(a, b, 2, 3, 6, 7);
+        v[2] = DPK_SHUFFLE4(p, q, 0, 1, 4, 5);
+        v[3] = DPK_SHUFFLE4(p, q, 2, 3, 6, 7);
+        for (int64_t i = 0; i < 4; ++i) std::memcpy(to + (c + i) * to_stride + r, &v[i], sizeof(Vec4));
+      }
+      for (; c < columns; ++c)
+        for (int64_t i = 0; i < 4; ++i) to[c * to_stride + r + i] = f[i * from_stride + c];
+    }
+  }
+  for (; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) to[c * to_stride + r] = static_cast<A>(from[r * from_stride + c]);
+}
+
+#undef DPK_SHUFFLE4

@@ -1,0 +1,110 @@
+// The operands of a direct product for a block of channels and outputs of one example. Included by conv_cpu.cpp inside
+// namespace dpk::DPK_ISA.
+
+template <typename T, typename A>
+struct Unfold {
+  const ConvShape& s;
+  const bool own;
+  std::vector<int64_t> offsets;      // [positions]
+  std::vector<int64_t> row_offsets;  // [most channels of a block * taps, and a tile more, which repeats the last]
+
+  Unfold(const ConvShape& shape, int64_t channels) : s(shape), own(own_channels(shape)) {
+    const int64_t height = s.padded(1), width = s.padded(2);
+    const int64_t pixel_stride = own ? channels * kPanel<A> : 1, channel_stride = own ? kPanel<A> : s.padded_pixels();
+    for (int64_t d = 0; d < s.out[0]; ++d)
+      for (int64_t h = 0; h < s.out[1]; ++h)
+        for (int64_t w = 0; w < s.out[2]; ++w)
+          offsets.push_back(((d * s.stride[0] * height + h * s.stride[1]) * width + w * s.stride[2]) * pixel_stride);
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t d = 0; d < s.kernel[0]; ++d)
+        for (int64_t h = 0; h < s.kernel[1]; ++h)
+          for (int64_t w = 0; w < s.kernel[2]; ++w)
+            row_offsets.push_back(((d * s.dilation[0] * height + h * s.dilation[1]) * width + w * s.dilation[2]) *
+                                      pixel_stride +
+                                  c * channel_stride);
+    row_offsets.resize(row_offsets.size() + kTileRows, row_offsets.back());
+  }
+
+  int64_t input_size(int64_t channels) const { return s.padded_pixels() * channels * (own ? kPanel<A> : 1); }
+  int64_t output_size(int64_t outputs) const {
+    return (outputs + kPanel<A> - 1) / kPanel<A> * kPanel<A> * s.positions();
+  }
+
+  // The zero-padded input of a block from that of an example [in_channels, *in]. Only pixels inside the padding are
+  // written: the buffer starts out zero and keeps the same layout.
+  void pack_input(const T* x, const ConvBlock& block, A* to) const {
+    const int64_t height = s.padded(1), width = s.padded(2), pixels = s.pixels();
+    const int64_t origin = (s.padding[0] * height + s.padding[1]) * width + s.padding[2];
+    for (int64_t o = 0; o < (own ? block.outputs : 1); ++o) {
+      const int64_t group = own ? (block.output + o) / s.group_out() : block.group;
+      for (int64_t c = 0; c < block.channels; ++c) {
+        const T* from = x + (group * s.group_in() + block.channel + c) * pixels;
+        for (int64_t d = 0; d < s.in[0]; ++d)
+          for (int64_t h = 0; h < s.in[1]; ++h, from += s.in[2]) {
+            const int64_t pixel = origin + (d * height + h) * width;
+            if (own) {
+              A* row = to + (pixel * block.channels + c) * kPanel<A> + o;
+              for (int64_t w = 0; w < s.in[2]; ++w) row[w * block.channels * kPanel<A>] = static_cast<A>(from[w]);
+            } else {
+              A* row = to + c * s.padded_pixels() + pixel;
+              for (int64_t w = 0; w < s.in[2]; ++w) row[w] = static_cast<A>(from[w]);
+            }
+          }
+      }
+    }
+  }
+
+  static int64_t panel_width(int64_t outputs, int64_t first) {
+    return outputs - first <= kLanes<A> ? kLanes<A> : kPanel<A>;
+  }
+
+  // Panels [positions, outputs of the panel] from an example's output gradients [out_channels, positions]; outputs
+  // beyond the last are zero.
+  void pack_output(const T* g, const ConvBlock& block, A* to) const {
+    const int64_t positions = s.positions();
+    for (int64_t first = 0; first < block.outputs; first += kPanel<A>) {
+      const int64_t used = std::min(kPanel<A>, block.outputs - first), width = panel_width(block.outputs, first);
+      A* panel = to + first * positions;
+      transpose(g + (block.output + first) * positions, used, positions, positions, panel, width);
+      for (int64_t t = 0; t < (used < width ? positions : 0); ++t)
+        std::fill(panel + t * width + used, panel + (t + 1) * width, A(0));
+    }
+  }
+
+  // values[i, j] = sum over positions first <= t < first + depth of row `row + i` times output `output + j` of the
+  // block, in the panel's width.
+  void product(const A* x, const A* g, const ConvBlock& block, int64_t row, int64_t output, int64_t first,
+               int64_t depth, A* values) const {
+    const int64_t width = panel_width(block.outputs, output);
+    const A* panel = g + output * s.positions() + first * width;
+    const int64_t *rows = row_offsets.data() + row, *at = offsets.data() + first;
+    if (own)
+      width == kPanel<A> ? tile_product<A, kTileVecs, true>(x, rows, at, panel, depth, values)
+                         : tile_product<A, 1, true>(x, rows, at, panel, depth, values);
+    else
+      width == kPanel<A> ? tile_product<A, kTileVecs, false>(x, rows, at, panel, depth, values)
+                         : tile_product<A, 1, false>(x, rows, at, panel, depth, values);
+  }
+};
+
+// The largest magnitude of n values, NaN aside.
+template <typename T>
+inline double largest(const T* p, int64_t n) {
+  Vec<T> most = {};
+  int64_t i = 0;
+  for (; i + kLanes<T> <= n; i += kLanes<T>) {
+    const Vec<T> x = load<T>(p + i), magnitude = x < 0 ? -x : x;
+    most = magnitude > most ? magnitude : most;
+  }
+  T result = 0;
+  for (int64_t l = 0; l < kLanes<T>; ++l) result = std::max(result, most[l]);
+  for (; i < n; ++i) result = std::max(result, std::abs(p[i]));
+  return static_cast<double>(result);
+}
+
+// Whether sums over positions of products, the largest of them `product`, could leave the range of T. Such an example
+// is computed in double, in norms and sums alike.
+template <typename T>
+inline bool leaves_range(double product, int64_t positions) {
+  return std::is_same_v<T, float> && product != 0 && !(1e-30 < product && product * positions < 1e37);
+}
