@@ -45,21 +45,30 @@ inline Sums channel_sums(const T* x, const T* g, int64_t n, T mean, T rstd) {
   constexpr int64_t kStep = 2 * kLanes<T>;
   Sums sums;
   int64_t i = 0;
-  while (i + kStep <= n) {
+  while (i + kLanes<T> <= n) {
     Vec<T> scaled[2] = {}, plain[2] = {};
-    for (const int64_t stop = std::min(i + kBlock, n); i + kStep <= stop; i += kStep)
+    const int64_t stop = std::min(i + kBlock, n);
+    for (; i + kStep <= stop; i += kStep)
       for (int64_t u = 0; u < 2; ++u) {
         const Vec<T> y = load<T>(g + i + u * kLanes<T>);
         scaled[u] += y * ((load<T>(x + i + u * kLanes<T>) - mean) * rstd);
         plain[u] += y;
       }
+    for (; i + kLanes<T> <= stop; i += kLanes<T>) {
+      const Vec<T> y = load<T>(g + i);
+      scaled[0] += y * ((load<T>(x + i) - mean) * rstd);
+      plain[0] += y;
+    }
     sums.scaled += wide_sum<T>(scaled[0] + scaled[1]);
     sums.plain += wide_sum<T>(plain[0] + plain[1]);
   }
+  T scaled = 0, plain = 0;
   for (; i < n; ++i) {
-    sums.scaled += static_cast<double>(g[i]) * static_cast<double>((x[i] - mean) * rstd);
-    sums.plain += static_cast<double>(g[i]);
+    scaled += g[i] * ((x[i] - mean) * rstd);
+    plain += g[i];
   }
+  sums.scaled += static_cast<double>(scaled);
+  sums.plain += static_cast<double>(plain);
   return sums;
 }
 
@@ -96,52 +105,65 @@ void group_norm_backward(const GroupNormParams<T>& q, int64_t begin, int64_t end
   }
 }
 
-// The sums of gamma g xhat and gamma g over one row.
-template <typename T>
-inline Sums row_sums(const T* x, const T* g, const T* gamma, int64_t n, T mean, T rstd) {
-  if (!gamma) return channel_sums(x, g, n, mean, rstd);
-  constexpr int64_t kPiece = 256;
-  T scaled_g[kPiece];
+// One position: adds g xhat and g to the blocks (a fresh block holds nothing yet), and returns the row's sums of
+// gamma g xhat and gamma g.
+template <bool kFresh, typename T>
+inline Sums row_sums(const T* x, const T* g, const T* gamma, int64_t n, T mean, T rstd, T* weight_block,
+                     T* bias_block) {
   Sums sums;
-  for (int64_t i = 0; i < n; i += kPiece) {
-    const int64_t length = std::min(kPiece, n - i);
-    for (int64_t j = 0; j < length; ++j) scaled_g[j] = g[i + j] * gamma[i + j];
-    const Sums piece = channel_sums<T>(x + i, scaled_g, length, mean, rstd);
-    sums.scaled += piece.scaled;
-    sums.plain += piece.plain;
+  int64_t i = 0;
+  while (i + kLanes<T> <= n) {
+    Vec<T> scaled = {}, plain = {};
+    for (const int64_t stop = std::min(i + kBlock, n); i + kLanes<T> <= stop; i += kLanes<T>) {
+      const Vec<T> y = load<T>(g + i), z = y * ((load<T>(x + i) - mean) * rstd);
+      store<T>(weight_block + i, kFresh ? z : load<T>(weight_block + i) + z);
+      store<T>(bias_block + i, kFresh ? y : load<T>(bias_block + i) + y);
+      scaled += gamma ? load<T>(gamma + i) * z : z;
+      plain += gamma ? load<T>(gamma + i) * y : y;
+    }
+    sums.scaled += wide_sum<T>(scaled);
+    sums.plain += wide_sum<T>(plain);
+  }
+  for (; i < n; ++i) {
+    const T y = g[i], z = y * ((x[i] - mean) * rstd);
+    weight_block[i] = kFresh ? z : weight_block[i] + z;
+    bias_block[i] = kFresh ? y : bias_block[i] + y;
+    sums.scaled += static_cast<double>(gamma ? gamma[i] * z : z);
+    sums.plain += static_cast<double>(gamma ? gamma[i] * y : y);
   }
   return sums;
 }
 
+// Adds a block to the gradients in double; the first block is all that they hold.
 template <typename T>
-inline void flush(const T* from, double* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] += static_cast<double>(from[i]);
+inline void flush(const T* from, double* __restrict to, int64_t n, bool first) {
+  if (first)
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<double>(from[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] += static_cast<double>(from[i]);
 }
 
 template <typename T>
 void layer_norm_backward(const LayerNormParams<T>& q, int64_t begin, int64_t end) {
   const int64_t n = q.features;
-  std::vector<T> block(2 * n);  // sums of up to kRows positions
-  T* __restrict weight_block = block.data();
-  T* __restrict bias_block = block.data() + n;
+  std::vector<T> weight_block(n), bias_block(n);  // sums of up to kRows positions
   for (int64_t b = begin; b < end; ++b) {
     double* weight_grads = q.weight_grads + b * n;
     double* bias_grads = q.bias_grads + b * n;
-    std::fill_n(weight_grads, n, 0.);
-    std::fill_n(bias_grads, n, 0.);
+    if (q.positions == 0) {
+      std::fill_n(weight_grads, n, 0.);
+      std::fill_n(bias_grads, n, 0.);
+    }
     for (int64_t t0 = 0; t0 < q.positions; t0 += kRows) {
-      std::fill(block.begin(), block.end(), T(0));
       for (int64_t t = t0; t < std::min(t0 + kRows, q.positions); ++t) {
         const int64_t row = b * q.positions + t;
         const T* x = q.x + row * n;
         const T* g = q.output_grads + row * n;
         const T mean = q.mean ? q.mean[row] : T(0), rstd = q.rstd[row];
-        for (int64_t i = 0; i < n; ++i) {
-          weight_block[i] += g[i] * ((x[i] - mean) * rstd);
-          bias_block[i] += g[i];
-        }
+        const Sums sums = t == t0
+                              ? row_sums<true>(x, g, q.weight, n, mean, rstd, weight_block.data(), bias_block.data())
+                              : row_sums<false>(x, g, q.weight, n, mean, rstd, weight_block.data(), bias_block.data());
         if (!q.input_grads) continue;
-        const Sums sums = row_sums(x, g, q.weight, n, mean, rstd);
         const T offset = q.mean ? static_cast<T>(rstd * sums.plain / n) : T(0);
         const T slope = static_cast<T>(rstd * sums.scaled / n);
         T* __restrict to = q.input_grads + row * n;
@@ -150,8 +172,8 @@ void layer_norm_backward(const LayerNormParams<T>& q, int64_t begin, int64_t end
         else
           for (int64_t i = 0; i < n; ++i) to[i] = rstd * g[i] - offset - slope * ((x[i] - mean) * rstd);
       }
-      flush(weight_block, weight_grads, n);
-      flush(bias_block, bias_grads, n);
+      flush(weight_block.data(), weight_grads, n, t0 == 0);
+      flush(bias_block.data(), bias_grads, n, t0 == 0);
     }
   }
 }
