@@ -54,6 +54,18 @@ def bound(events: Sequence[Event], delta: float, accountant: Accountant = "auto"
     return _bound(merge(check_events("events", events)), check_delta(delta), accountant)
 
 
+def estimate(events: Sequence[Event], delta: float) -> float:
+    """What "auto" will report, to about 0.1% and in a fraction of the time: for searching, not for reporting."""
+    from dpkernels.accounting.pld import pld_bound
+
+    events, delta = merge(events), check_delta(delta)
+    upper = _accountant("rdp")(events, delta).upper
+    try:
+        return min(upper, pld_bound(events, delta, quick=True).upper)
+    except AccountantUnavailableError:
+        return upper
+
+
 @lru_cache(maxsize=1024)
 def _bound(events: tuple[Event, ...], delta: float, accountant: Accountant) -> Bound:
     return _auto(events, delta) if accountant == "auto" else _accountant(accountant)(events, delta)
@@ -77,7 +89,7 @@ def _accountant(name: str) -> Callable[[Sequence[Event], float], Bound]:
 def _auto(events: tuple[Event, ...], delta: float) -> Bound:
     found: list[Bound] = []
     notes: list[str] = []
-    for name in ("rdp", "pld", "prv"):
+    for name in ("pld", "prv", "rdp"):
         try:
             found.append(_accountant(name)(events, delta))
         except AccountantUnavailableError as reason:

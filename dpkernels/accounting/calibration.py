@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from dpkernels.accounting.accountants import Accountant, bound
+from dpkernels.accounting.accountants import Accountant, bound, estimate
 from dpkernels.accounting.mechanisms import Event, SampledGaussian, check_count, check_delta, check_events, check_number
 
 _SMALLEST, _LARGEST = 1e-2, 1e8
@@ -48,26 +48,42 @@ def noise_multiplier(
     if alone >= target:
         raise ValueError(f"target_epsilon must exceed what compose_with costs alone, {alone:.6g}, got {target:.6g}")
 
-    def excess(by: Accountant) -> Callable[[float], float]:
+    def excess(spent: Callable[[Sequence[Event]], float]) -> Callable[[float], float]:
         """log of (epsilon / target), a falling and nearly straight function of log sigma."""
 
         def of(log_sigma: float) -> float:
             event = SampledGaussian(math.exp(log_sigma), step.sampling_rate, step.count)
-            return math.log(min(max(bound([*others, event], delta, by).upper / target, 1e-6), 1e6))
+            return math.log(min(max(spent([*others, event]) / target, 1e-6), 1e6))
 
         return of
 
-    guess = 0.0
-    if accountant == "auto":  # Rényi accounting is fast and never below, so its answer brackets the other ones
-        guess = _root(excess("rdp"), 0.0, target, 1e-2)
-    return _certify(excess(accountant), _root(excess(accountant), guess, target, _PRECISION), target)
+    def reported(events: Sequence[Event]) -> float:
+        return bound(events, delta, accountant).upper
+
+    guess, stride = 0.0, 0.7
+    if accountant == "auto":
+        # Rényi accounting is fast and never below, so it says where to look; the estimate finds the root to its
+        # precision; the reported bound certifies.
+        guess = _root(excess(lambda events: bound(events, delta, "rdp").upper), 0.0, 0.7, target, 1e-2)
+        guess, stride = _root(excess(lambda events: estimate(events, delta)), guess, 0.05, target, _PRECISION), 1e-3
+        certified = _certify(excess(reported), guess)
+        if certified is not None:
+            return certified
+    root = _root(excess(reported), guess, stride, target, _PRECISION)
+    certified = _certify(excess(reported), root)
+    if certified is None:
+        raise RuntimeError(
+            f"no certified noise multiplier for target_epsilon={target!r}: the bound jumps near {math.exp(root)!r}"
+        )
+    return certified
 
 
-def _root(excess: Callable[[float], float], guess: float, target: float, precision: float) -> float:
+def _root(excess: Callable[[float], float], guess: float, step: float, target: float, precision: float) -> float:
+    """Where ``excess`` changes its sign, searched from ``guess`` in growing steps."""
     from scipy.optimize import brentq
 
     direction = 1 if excess(guess) > 0 else -1
-    near, step = guess, 0.05 if guess else 0.7
+    near = guess
     while math.log(_SMALLEST) <= near <= math.log(_LARGEST):
         far = near + direction * step
         if (excess(far) > 0) != (direction > 0):
@@ -77,16 +93,14 @@ def _root(excess: Callable[[float], float], guess: float, target: float, precisi
     raise ValueError(f"target_epsilon must be met by a noise multiplier between {limits}, got {target:.6g}")
 
 
-def _certify(excess: Callable[[float], float], root: float, target: float) -> float:
+def _certify(excess: Callable[[float], float], root: float) -> float | None:
     """A point next to the root that meets the target while its 0.999-fold does not."""
     log_sigma = root
-    for _ in range(40):
+    for _ in range(10):
         if excess(log_sigma) > 0:
-            log_sigma += 2 * _PRECISION
+            log_sigma += 3 * _PRECISION
         elif excess(log_sigma + math.log(0.999)) <= 0:
             log_sigma += math.log(0.999)
         else:
             return math.exp(log_sigma)
-    raise RuntimeError(
-        f"no certified noise multiplier for target_epsilon={target!r}: the bound jumps near {math.exp(root)!r}"
-    )
+    return None

@@ -30,8 +30,7 @@ from dpkernels.accounting.mechanisms import (
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-ORDERS: tuple[float, ...] = tuple(float(1.0 + x) for x in np.geomspace(0.0105, 1e5, 140))
-"""Orders searched first; the neighbourhood of the best one is searched again."""
+_ORDERS = tuple(float(1.0 + x) for x in np.geomspace(0.0105, 1e5, 48))  # searched first; then around the best one
 
 TENSORFLOW_PRIVACY_ORDERS: tuple[float, ...] = tuple(1 + x / 10 for x in range(1, 100)) + tuple(
     float(x) for x in range(12, 64)
@@ -113,7 +112,8 @@ def _pure_divergence(epsilon: float, order: float) -> float:
 
 
 @lru_cache(maxsize=1 << 15)
-def _single_divergence(event: Event, order: float) -> float:
+def single_divergence(event: Event, order: float) -> float:
+    """Rényi divergence of order ``order`` > 1 of one run of ``event``, the larger of both directions."""
     if is_unprotected(event):
         return math.inf
     if isinstance(event, Gaussian):
@@ -126,8 +126,8 @@ def _single_divergence(event: Event, order: float) -> float:
 
 
 def divergence(events: Sequence[Event], order: float) -> float:
-    """Rényi divergence of order ``order`` > 1 of the composition of ``events``, the larger of both directions."""
-    return sum(event.count * _single_divergence(event.times(1), order) for event in events)
+    """Rényi divergence of order ``order`` > 1 of the composition of ``events``."""
+    return sum(event.count * single_divergence(event.times(1), order) for event in events)
 
 
 def convert(order: float, rdp: float, delta: float, *, classic: bool = False) -> float:
@@ -145,16 +145,21 @@ def convert(order: float, rdp: float, delta: float, *, classic: bool = False) ->
 
 def best_order(events: Sequence[Event], delta: float, *, classic: bool = False) -> tuple[float, float]:
     """(epsilon, order) minimised over real orders, for events that ``merge`` returned."""
+    from scipy.optimize import minimize_scalar
 
-    def best(orders: Sequence[float]) -> tuple[float, float]:
-        return min((convert(a, divergence(events, a), delta, classic=classic), a) for a in orders)
+    def epsilon(order: float) -> float:
+        return min(convert(order, divergence(events, order), delta, classic=classic), 1e300)
 
-    _, order = best(ORDERS)
-    step = ORDERS[1] - 1.0
-    ratio = (ORDERS[-1] - 1.0) / step
-    width = ratio ** (1 / (len(ORDERS) - 1))
-    refined = [1 + (order - 1) * width**x for x in np.linspace(-1, 1, 13)]
-    return best([a for a in refined if a > 1.0])
+    coarse = min((epsilon(order), order) for order in _ORDERS)
+    if coarse[0] == 0.0:
+        return coarse
+    place = math.log(coarse[1] - 1)
+    step = math.log(_ORDERS[-1] / (_ORDERS[0] - 1)) / (len(_ORDERS) - 1)
+    limits = (place - step, place + step)
+    found = minimize_scalar(
+        lambda x: epsilon(1 + math.exp(x)), bounds=limits, method="bounded", options={"xatol": 0.01}
+    )
+    return min(coarse, (float(found.fun), 1 + math.exp(float(found.x))))
 
 
 def rdp_bound(

@@ -243,7 +243,7 @@ while True:
 def test_two_hundred_kills(tmp_path):
     """Killed at random moments and resumed: no index is used twice, none is missing from the file, and the run ends at
     its budget."""
-    path, drawn, steps = tmp_path / "ledger.json", tmp_path / "drawn", 12_000
+    path, drawn, steps = tmp_path / "ledger.json", tmp_path / "drawn", 8_000
     command = [sys.executable, "-S", "-E", "-c", LIGHT + WORKER, path, drawn, "200", str(steps)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split() == ["200", "0"], result.stderr

@@ -58,7 +58,7 @@ def test_fractional_moments_are_exact_where_the_library_is_loose():
     loose = 10_000 * library._compute_rdp_poisson_subsampled_gaussian(0.01, 0.5, TENSORFLOW_PRIVACY_ORDERS)
     assert library.compute_epsilon(TENSORFLOW_PRIVACY_ORDERS, loose, 1e-5)[0] == pytest.approx(49.43, abs=0.01)
     answer = bound([SampledGaussian(0.5, 0.01, 10_000)], 1e-5)
-    assert answer.lower <= 43.37 <= answer.upper <= 43.37 * 1.001
+    assert answer.lower <= answer.upper == pytest.approx(43.37, abs=0.005)
 
 
 @pytest.mark.parametrize(("scale", "tight"), [(0.2, 3.63), (0.15, 11.2), (0.1, 56.3)])
