@@ -23,6 +23,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "common/isa.h"
 
 #if defined(__x86_64__)

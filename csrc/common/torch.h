@@ -12,8 +12,12 @@
 #pragma GCC diagnostic pop
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
+
+#include "common/exact_normal.h"
+#include "common/rng.h"
 
 namespace dpk {
 
@@ -59,6 +63,30 @@ void parallel(int64_t n, int64_t work, F f) {
   if (n == 0) return;
   constexpr int64_t kWorthAThread = 1 << 15;
   torch::stable::parallel_for(0, n, std::max<int64_t>(1, kWorthAThread / std::max<int64_t>(1, work)), f);
+}
+
+// A random stream from an operator's arguments; key: uint8 [32], its words in little-endian order (RFC 8439, 2.3).
+inline Stream stream_of(const Tensor& key, int64_t domain, int64_t step) {
+  check_input(key, "key", 1, ScalarType::Byte);
+  STD_TORCH_CHECK(key.size(0) == 32, "key must have 32 bytes, got ", key.size(0));
+  STD_TORCH_CHECK(0 <= domain && domain < kExtensionDomain, "domain must be in [0, 2^31), got ", domain);
+  STD_TORCH_CHECK(step >= 0, "step must not be negative, got ", step);
+  Stream stream{{}, static_cast<uint32_t>(domain), static_cast<uint64_t>(step)};
+  for (int i = 0; i < 32; ++i) stream.key[i / 4] |= static_cast<uint32_t>(data<uint8_t>(key)[i]) << (i % 4 * 8);
+  return stream;
+}
+
+inline void check_stream_range(int64_t offset, int64_t count) {
+  STD_TORCH_CHECK(0 <= offset && 0 <= count && offset <= kMaxStreamWords && count <= kMaxStreamWords - offset,
+                  "a stream has 2^35 values, asked for ", count, " from ", offset);
+}
+
+inline void check_grid(double noise_std, double grid) {
+  int exponent;
+  STD_TORCH_CHECK(std::frexp(grid, &exponent) == 0.5 && -199 <= exponent && exponent <= 200,
+                  "grid must be a power of two in [2^-200, 2^199], got ", grid);
+  STD_TORCH_CHECK(0 < noise_std && noise_std <= kMaxGridScale * grid, "noise_std must be in (0, 2^40 grid], got ",
+                  noise_std);
 }
 
 }  // namespace dpk

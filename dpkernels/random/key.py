@@ -1,0 +1,111 @@
+"""Keys of the secure generator, and the domains that keep its streams apart."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from dpkernels.ops import noise
+
+
+class Domain(IntEnum):
+    """What a stream is drawn for. With the logical step it is the nonce: no two uses share a stream."""
+
+    NOISE = 0
+    SAMPLING = 1
+    NORMALIZATION = 2
+    SELECTION = 3
+
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def _process() -> tuple[int, int]:
+    """Tells this process from the one that it was forked from, in whatever way it was forked."""
+    return os.getpid(), _forks
+
+
+class Key:
+    """A 256-bit ChaCha20 key.
+
+    A fresh key exists in one process and one object only: it is in no file, and a copy, an unpickled object or a forked
+    process draws a new one, so that noise is never used twice. A key from a seed keeps its seed, for tests and
+    comparisons: what is drawn from it is reproducible and therefore not private.
+    """
+
+    __slots__ = ("_process", "_seed", "_value")
+
+    def __init__(self) -> None:
+        """Draw a fresh key from the operating system."""
+        self._seed: int | None = None
+        self._renew()
+
+    @classmethod
+    def fresh(cls) -> "Key":
+        """A new key from the operating system's entropy."""
+        return cls()
+
+    @classmethod
+    def from_seed(cls, seed: int) -> "Key":
+        """The key that belongs to ``seed``, any integer; not private.
+
+        Raises:
+            TypeError: ``seed`` is no integer.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+        key = cls.__new__(cls)
+        key._seed = seed
+        key._renew()
+        return key
+
+    def _renew(self) -> None:
+        if self._seed is None:
+            value = os.urandom(32)
+        else:
+            value = hashlib.blake2b(str(self._seed).encode(), digest_size=32, person=b"dpkernels.seed").digest()
+        self._value = torch.tensor(list(value), dtype=torch.uint8)
+        self._process = _process()
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the key came from a seed: then nothing drawn from it is private."""
+        return self._seed is not None
+
+    @property
+    def value(self) -> Tensor:
+        """The key itself, uint8 [32], for operators; a fresh key is another one after a fork. Keep it nowhere."""
+        if self._process != _process():
+            self._renew()
+        return self._value
+
+    def bits(self, domain: Domain, step: int, count: int, *, offset: int = 0) -> Tensor:
+        """Uniform 64-bit words: int64 [count], see :func:`dpkernels.ops.noise.random_bits`."""
+        return noise.random_bits(self.value, Domain(domain), step, offset, count)
+
+    def normal(self, domain: Domain, step: int, count: int, *, offset: int = 0) -> Tensor:
+        """Standard normals: float64 [count], see :func:`dpkernels.ops.noise.gaussian`."""
+        return noise.gaussian(self.value, Domain(domain), step, offset, count)
+
+    def grid_normal(
+        self, domain: Domain, step: int, count: int, *, noise_std: float, grid: float, offset: int = 0
+    ) -> Tensor:
+        """Normals rounded to multiples of ``grid``: float64 [count], see :func:`dpkernels.ops.noise.grid_gaussian`."""
+        return noise.grid_gaussian(self.value, Domain(domain), step, offset, count, noise_std=noise_std, grid=grid)
+
+    def __reduce__(self) -> tuple[Callable[..., "Key"], tuple[int, ...]]:
+        return (Key.fresh, ()) if self._seed is None else (Key.from_seed, (self._seed,))
+
+    def __repr__(self) -> str:
+        return f"Key({'seeded' if self.seeded else 'fresh'})"
