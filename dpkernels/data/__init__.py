@@ -2,5 +2,7 @@
 
 from dpkernels.data.images import ImageDataset, ImageSplit
 from dpkernels.data.load import dataset_names, load_dataset
+from dpkernels.data.loader import PoissonLoader
+from dpkernels.data.sampling import poisson_sample
 
-__all__ = ["ImageDataset", "ImageSplit", "dataset_names", "load_dataset"]
+__all__ = ["ImageDataset", "ImageSplit", "PoissonLoader", "dataset_names", "load_dataset", "poisson_sample"]

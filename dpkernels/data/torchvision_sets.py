@@ -20,7 +20,7 @@ def read_torchvision(name: str, root: Path, download: bool) -> RawImages:
     """
     try:
         import torchvision.datasets
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # it raises RuntimeError when built for another torch
         raise ImportError(f"torchvision:{name} needs torchvision, which cannot be imported: {error}") from None
     kind = getattr(torchvision.datasets, name, None)
     if not inspect.isclass(kind):
