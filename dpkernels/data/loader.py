@@ -19,7 +19,11 @@ _NOMINAL_TOLERANCE = 0.1
 
 
 class Listener(Protocol):
-    """What a private optimizer hears from its loader."""
+    """What a private optimizer shows to its loader, and hears from it."""
+
+    @property
+    def key(self) -> Key:
+        """The generator's key; its sampling streams are the loader's."""
 
     def bind(self, plan: Plan) -> None:
         """Called once, when the loader is made; raises where the optimizer was planned otherwise."""
@@ -56,8 +60,8 @@ class PoissonLoader:
     physical_batch_size: at most so many rows at once; None hands out each logical batch whole.
     steps, start_step: draw the steps start_step .. start_step + steps - 1 of the plan, by default all that are left.
         With the same seeded key a loader that starts at a later step draws what the first one would have drawn there.
-    key: the generator's key; None makes a fresh one. Give a seeded one (`Key.from_seed`) only for tests: then the run
-        is not private.
+    key: the generator's key; None takes the optimizer's, or a fresh one. A seeded one (`Key.from_seed`) is for tests:
+        the run is not private then, and an optimizer whose own key is fresh refuses it.
     num_workers, collate_fn, pin_memory, worker_init_fn: as for torch.utils.data.DataLoader. Which examples are drawn
         does not depend on them; the drawing is done in this process. collate_fn is never called with an empty list.
 
@@ -101,7 +105,7 @@ class PoissonLoader:
         self.plan = plan
         self._size = len(rows)
         self._physical = physical_batch_size
-        self._key = Key.fresh() if key is None else key
+        self._key = _choose_key(key, optimizer)
         self._steps = range(start_step, start_step + (left if steps is None else steps))
         self._next_step = start_step
         self._optimizer = optimizer
@@ -197,6 +201,16 @@ class _Draws:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _choose_key(key: Key | None, optimizer: Listener | None) -> Key:
+    if optimizer is None:
+        return Key.fresh() if key is None else key
+    if key is not None and key.seeded and not optimizer.key.seeded:
+        raise ValueError(
+            "key must not be seeded where the optimizer's key is fresh: the sample would be known, and its epsilon wrong"
+        )
+    return optimizer.key if key is None else key
 
 
 def _check_int(name: str, value: object, at_least: int, at_most: int | None = None) -> None:

@@ -28,7 +28,8 @@ def make_plan(batch_size: int = 10, steps: int = 12, dataset_size: int = SIZE) -
 class Recorder:
     """An optimizer as the loader sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Key | None = None) -> None:
+        self.key = key or Key.from_seed(0)
         self.plan: accounting.Plan | None = None
         self.heard: list[tuple[int, bool]] = []
 
@@ -267,6 +268,19 @@ def test_without_a_key_every_loader_draws_anew() -> None:
     plan = make_plan(batch_size=50, steps=3)
     first, second = ([y.tolist() for _, y in PoissonLoader(tensors(), plan)] for _ in range(2))
     assert first != second
+
+
+def test_the_key_of_the_optimizer_is_the_default() -> None:
+    plan = make_plan()
+    assert [y.tolist() for _, y in PoissonLoader(tensors(), plan, optimizer=Recorder(Key.from_seed(4)))] == drawn(
+        plan, 4
+    )
+
+
+def test_a_seeded_sample_for_an_optimizer_with_fresh_noise_is_refused() -> None:
+    with pytest.raises(ValueError, match="key must not be seeded where the optimizer's key is fresh"):
+        PoissonLoader(tensors(), make_plan(), optimizer=Recorder(Key.fresh()), key=Key.from_seed(4))
+    PoissonLoader(tensors(), make_plan(), optimizer=Recorder(Key.from_seed(4)), key=Key.fresh())
 
 
 def test_torch_seeds_do_not_matter() -> None:
