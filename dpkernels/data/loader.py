@@ -207,9 +207,7 @@ def _choose_key(key: Key | None, optimizer: Listener | None) -> Key:
     if optimizer is None:
         return Key.fresh() if key is None else key
     if key is not None and key.seeded and not optimizer.key.seeded:
-        raise ValueError(
-            "key must not be seeded where the optimizer's key is fresh: the sample would be known, and its epsilon wrong"
-        )
+        raise ValueError("key must not be seeded where the optimizer's key is fresh: the sample would be known")
     return optimizer.key if key is None else key
 
 
