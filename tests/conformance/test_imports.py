@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "random": {"ops"},
     "layers": {"ops"},
     "clipping": {"layers", "ops"},
-    "optim": {"clipping", "random", "accounting"},
+    "optim": {"clipping", "random", "accounting", "ops"},
     "data": {"random", "accounting"},
     "features": {"ops", "random", "accounting"},
     "transfer": {"layers"},

@@ -1,0 +1,52 @@
+"""DPSGD: stochastic gradient descent on noised, clipped sums (Abadi et al. 2016)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpkernels.accounting import Plan
+from dpkernels.optim.private import Parameters, as_groups, require_range
+from dpkernels.optim.wrapper import DPOptimizer
+
+
+class DPSGD(DPOptimizer):
+    """torch.optim.SGD on the privatized gradient.
+
+    Args:
+        model: the module to train; every trainable parameter must be in a group.
+        plan: the privacy plan; or noise_multiplier and batch_size as keywords.
+        lr: learning rate, >= 0.
+        momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
+        params: parameter groups of ``model``; by default one group of all its trainable parameters.
+        privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
+            seed, memory, loss_reduction.
+
+    Raises:
+        UnsupportedModelError, ValueError, TypeError: see :class:`dpkernels.GhostClipper` and
+            :class:`dpkernels.optim.Privacy`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None = None,
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        params: Parameters | None = None,
+        **privacy: Any,
+    ) -> None:
+        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
+            require_range(name, value, 0.0)
+        require_range("dampening", dampening, -math.inf)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
+        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(model, torch.optim.SGD(as_groups(model, params), lr=lr, **options), plan, **privacy)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""DPOptimizer: any torch optimizer, fed with noised means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpkernels.accounting import Plan
+from dpkernels.optim.private import Privacy, PrivateOptimizer
+from dpkernels.random import Domain
+
+
+class DPOptimizer(PrivateOptimizer):
+    """Runs ``optimizer`` on the privatized gradient: ``p.grad`` holds the noised mean when its ``step()`` is called.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates.
+        optimizer: any torch optimizer without closure; it is used, not copied.
+        plan: the privacy plan; or noise_multiplier and batch_size as keywords.
+        privacy: the keywords of :class:`Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger, seed, memory,
+            loss_reduction.
+
+    Raises:
+        UnsupportedModelError, ValueError, TypeError: see :class:`dpkernels.GhostClipper` and :class:`Privacy`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **privacy: Any) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, PrivateOptimizer):
+            raise TypeError("optimizer must be an ordinary torch optimizer, got a private one")
+        self._inner = optimizer
+        super().__init__(model, optimizer.param_groups, optimizer.defaults, Privacy(plan, **privacy))
+        self._share()
+
+    def _share(self) -> None:
+        """One set of groups and one state: schedulers act on this optimizer, updates happen in the other."""
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def _update(self, sums: dict[nn.Parameter, Tensor], step: int) -> None:
+        grid, std = self._grid_and_std()
+        offset = 0
+        for p in (p for group in self.param_groups for p in group["params"] if p in sums):
+            value = sums[p]
+            if std:
+                noise = self._key.grid_normal(
+                    Domain.NOISE, step, p.numel(), noise_std=std, grid=grid, offset=offset
+                ).view_as(p)
+                value = (value / grid).round() * grid + noise
+            offset += p.numel()
+            p.grad = (value / self._privacy.denominator).to(p.dtype)
+        self._inner.step()
+        self._inner.zero_grad()  # the engine takes any later p.grad for a gradient that escaped it
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "privacy"})
+        self._share()
