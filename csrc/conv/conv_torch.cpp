@@ -12,7 +12,8 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-// The shape of the convolution whose weight gradient is wanted: a transposed convolution swaps its two maps.
+// The shape of the convolution whose weight gradient is wanted: a transposed convolution swaps its two maps, and its
+// output may reach beyond what the input does.
 ConvShape shape_of(const Tensor& input, const Tensor& output_grads, const Ints& kernel, const Ints& stride,
                    const Ints& padding, const Ints& dilation, int64_t groups, bool transposed) {
   check_input(input, "input", 5, input.scalar_type());
@@ -34,7 +35,7 @@ ConvShape shape_of(const Tensor& input, const Tensor& output_grads, const Ints& 
     s.dilation[i] = dilation[i];
     const bool positive = s.kernel[i] > 0 && s.stride[i] > 0 && s.padding[i] >= 0 && s.dilation[i] > 0;
     const int64_t reach = s.padded(i) - s.dilation[i] * (s.kernel[i] - 1) - 1;
-    check_size(positive && reach >= 0 && s.out[i] == reach / s.stride[i] + 1, "maps, kernel");
+    check_size(positive && reach >= 0 && 0 < s.out[i] && s.out[i] <= reach / s.stride[i] + 1, "maps, kernel");
   }
   return s;
 }

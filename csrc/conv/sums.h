@@ -1,7 +1,7 @@
-// Clipped sums sum_b w_b G_b: the same tiles as the direct norm, accumulated in A within at most kDepth positions of
-// one example, then weighted and added in double, so no example's contribution depends on the others beyond 2^-53. Each
-// task owns a block of the weight and walks its slice of the batch in order: the result does not depend on the number
-// of threads. Included by conv_cpu.cpp inside namespace dpk::DPK_ISA.
+// Clipped sums sum_b w_b G_b: the same tiles as the direct norm, so its very numbers, weighted and added in double: no
+// example's contribution depends on the others beyond 2^-53 of the sum. Each task owns a block of the weight and walks
+// its slice of the batch in order: the result does not depend on the number of threads. Included by conv_cpu.cpp inside
+// namespace dpk::DPK_ISA.
 
 // Adds the examples' weighted gradients of one block to total [rows of the block, outputs of the block].
 template <typename T, typename A>
@@ -46,19 +46,33 @@ class BlockSum {
 
   void add_tile(const ConvBlock& part, const A* x, const A* g, int64_t row, int64_t output, double weight,
                 double* total) const {
+    A values[kTile<A>];
+    if (s.positions() <= kDepth) {
+      unfold.product(x, g, part, row, output, 0, s.positions(), values);
+      return add_values(part, row, output, weight, values, total);
+    }
+    // The pieces join before the weight and the other examples: pieces may be large and cancel.
+    double sum[kTile<A>] = {};
+    for (int64_t first = 0; first < s.positions(); first += kDepth) {
+      unfold.product(x, g, part, row, output, first, std::min(kDepth, s.positions() - first), values);
+      for (int64_t i = 0; i < kTile<A>; i += kLanes<double>)
+        store<double>(sum + i, load<double>(sum + i) + load_double(values + i));
+    }
+    add_values(part, row, output, weight, sum, total);
+  }
+
+  template <typename V>
+  void add_values(const ConvBlock& part, int64_t row, int64_t output, double weight, const V* values,
+                  double* total) const {
     const int64_t rows = std::min(kTileRows, part.channels * s.taps() - row);
     const int64_t used = std::min(kPanel<A>, part.outputs - output), width = unfold.panel_width(part.outputs, output);
-    for (int64_t first = 0; first < s.positions(); first += kDepth) {
-      A values[kTile<A>];
-      unfold.product(x, g, part, row, output, first, std::min(kDepth, s.positions() - first), values);
-      for (int64_t i = 0; i < rows; ++i) {
-        double* to = total + i * block.outputs;
-        const A* from = values + i * width;
-        int64_t j = 0;
-        for (; j + kLanes<double> <= used; j += kLanes<double>)
-          store<double>(to + j, load<double>(to + j) + weight * load_double(from + j));
-        for (; j < used; ++j) to[j] += weight * static_cast<double>(from[j]);
-      }
+    for (int64_t i = 0; i < rows; ++i) {
+      double* to = total + i * block.outputs;
+      const V* from = values + i * width;
+      int64_t j = 0;
+      for (; j + kLanes<double> <= used; j += kLanes<double>)
+        store<double>(to + j, load<double>(to + j) + weight * load_double(from + j));
+      for (; j < used; ++j) to[j] += weight * static_cast<double>(from[j]);
     }
   }
 

@@ -1,17 +1,23 @@
-// dpkernels._host: what this build is, for `dpkernels doctor`, error messages and tests.
+// dpkernels._host: what this build is, for `dpkernels doctor`, error messages and tests, and what cost models choose.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/isa.h"
+#include "conv/plan.h"
 
 namespace py = pybind11;
 
+using Triple = std::array<int64_t, 3>;
+
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Build information and CPU features.";
+  m.doc() = "Build information, CPU features and the choices of cost models.";
   m.def(
       "build_info",
       [] {
@@ -26,4 +32,23 @@ PYBIND11_MODULE(_host, m) {
       "cpu_isas",
       [] { return std::vector<std::string>(dpk::kIsaNames, dpk::kIsaNames + static_cast<int>(dpk::widest_isa()) + 1); },
       "Instruction sets that the kernels can run on this CPU, narrowest first.");
+  m.def(
+      "conv_plan",
+      [](int64_t in_channels, int64_t out_channels, int64_t groups, Triple in, Triple out, Triple kernel, Triple stride,
+         Triple padding, Triple dilation) {
+        dpk::ConvShape s{1, groups, in_channels, out_channels, {}, {}, {}, {}, {}, {}};
+        for (int i = 0; i < 3; ++i) {
+          s.in[i] = in[i];
+          s.out[i] = out[i];
+          s.kernel[i] = kernel[i];
+          s.stride[i] = stride[i];
+          s.padding[i] = padding[i];
+          s.dilation[i] = dilation[i];
+        }
+        return std::pair(dpk::conv_strategy(s) == dpk::ConvStrategy::kGram ? "gram" : "direct", dpk::conv_stores(s));
+      },
+      py::arg("in_channels"), py::arg("out_channels"), py::arg("groups"), py::arg("in_size"), py::arg("out_size"),
+      py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("dilation"),
+      "How the norms of a convolution are computed, and whether its gradients are worth storing. Sizes are in three "
+      "dimensions; a transposed convolution swaps its two maps.");
 }

@@ -3,6 +3,7 @@
 from torch import nn
 
 from dpkernels.layers.base import Layer, Record, Rule
+from dpkernels.layers.conv import ConvLayer, ConvTransposeLayer
 from dpkernels.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.layers.linear import LinearLayer
 from dpkernels.layers.norm import BatchNormLayer, GroupNormLayer, InstanceNormLayer, LayerNormLayer, RMSNormLayer
@@ -11,6 +12,8 @@ from dpkernels.layers.state import BufferGuard
 
 _LAYERS: tuple[type[Layer], ...] = (
     LinearLayer,
+    ConvLayer,
+    ConvTransposeLayer,
     GroupNormLayer,
     InstanceNormLayer,
     LayerNormLayer,

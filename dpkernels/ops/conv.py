@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpkernels import _native  # noqa: F401  (loads the operators)
+from dpkernels import _native
 from dpkernels.ops._checks import require_size, require_tensor, require_weights, widen
 
 _STRATEGIES = ("auto", "direct", "gram")
@@ -23,9 +23,9 @@ def conv_squared_norms(
     transposed: bool = False,
     weight: bool = True,
     bias: bool = True,
-    store: bool = False,
+    store: bool | None = False,
     strategy: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Squared norm of each example's gradient of the weight and the bias, and the gradients themselves where stored.
 
     The weight gradient of an example is ``G[o, c, k] = sum_t g[o, t] x[c, t * stride + k * dilation - padding]``. For a
@@ -38,14 +38,16 @@ def conv_squared_norms(
         groups: of channels.
         transposed: whether the layer is a transposed convolution.
         weight, bias: which parameters count.
-        store: also return the weight gradients; the norms are then of these very numbers.
+        store: also return the weight gradients; the norms are then of these very numbers. None: where they are small
+            and the clipped sum is cheaper from them.
         strategy: how norms are computed: ``direct`` (the gradient itself), ``gram`` (pairs of positions; cannot store),
             or ``auto``.
 
     Returns:
         Squared norms, float64 [batch], rounded upward: below neither the norm of the exact gradient nor that of what
         :func:`conv_clipped_sums` adds. Weight gradients [batch, *weight.shape] in the input's dtype (float32 for half
-        precision), empty unless stored. Bias gradients, float64 [batch, out_channels], empty unless ``bias``.
+        precision), None unless stored; in memory the outputs come last. Bias gradients, float64 [batch, out_channels],
+        None unless ``bias``.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit.
@@ -55,12 +57,14 @@ def conv_squared_norms(
         raise ValueError(f"strategy must be one of {_STRATEGIES}, got {strategy!r}")
     if store and strategy == "gram":
         raise ValueError("strategy must be 'direct' or 'auto' where store is true, got 'gram'")
+    if store is None:
+        store = strategy != "gram" and _stores(tuple(input.shape[1:]), tuple(output_grads.shape[1:]), geometry)
     norms, grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
         *_lift(input, output_grads), *geometry, weight, bias, store, _STRATEGIES.index(strategy)
     )
-    if store and weight:  # [batch, rows, outputs]
-        grads = grads.transpose(1, 2).unflatten(2, (-1, *kernel_size))
-    return norms, grads, bias_grads
+    # In memory: [batch, rows, out_channels].
+    weight_grads = grads.transpose(1, 2).unflatten(2, (-1, *kernel_size)) if store and weight else None
+    return norms, weight_grads, bias_grads if bias else None
 
 
 def conv_clipped_sums(
@@ -135,6 +139,8 @@ def _geometry(
     big, small = (output_grads, input) if transposed else (input, output_grads)
     for i, (k, s, p, d) in enumerate(zip(*settings, strict=True)):
         size = (big.size(i + 2) + 2 * p - d * (k - 1) - 1) // s + 1
+        if transposed and 0 < size - small.size(i + 2) <= (d - 1) // s:
+            continue  # output padding within the dilation: rows that no input reaches
         if size < 1:
             raise ValueError(
                 f"kernel_size must fit into {source}: dimension {i + 2} of size {big.size(i + 2)} with padding {p} is "
@@ -143,6 +149,14 @@ def _geometry(
         require_size(small, result, i + 2, size, f"what these settings make of {big.size(i + 2)} in {source}")
     lifted = [[fill] * (3 - dims) + list(values) for values, fill in zip(settings, (1, 1, 0, 1), strict=True)]
     return lifted[0], lifted[1], lifted[2], lifted[3], groups, transposed
+
+
+def _stores(input_shape: tuple[int, ...], output_shape: tuple[int, ...], geometry: _Geometry) -> bool:
+    """Whether the cost model stores the weight gradients."""
+    *settings, groups, transposed = geometry
+    shapes = (output_shape, input_shape) if transposed else (input_shape, output_shape)
+    channels, sizes = [s[0] for s in shapes], [[1] * (4 - len(s)) + list(s[1:]) for s in shapes]
+    return bool(_native.host.conv_plan(*channels, groups, *sizes, *settings)[1])
 
 
 def _lift(*maps: Tensor) -> tuple[Tensor, ...]:

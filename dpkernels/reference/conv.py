@@ -22,17 +22,13 @@ def conv_squared_norms(
     transposed: bool = False,
     weight: bool = True,
     bias: bool = True,
-    store: bool = False,
+    store: bool | None = False,
     strategy: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     grads = _weight_grads(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     bias_grads = output_grads.double().flatten(2).sum(2)
     norms = weight * grads.double().flatten(1).square().sum(1) + bias * bias_grads.square().sum(1)
-    return (
-        norms,
-        grads if store and weight else grads.new_empty(0, 0, 0),
-        bias_grads if bias else bias_grads.new_empty(0, 0),
-    )
+    return norms, grads if store and weight else None, bias_grads if bias else None
 
 
 def conv_clipped_sums(

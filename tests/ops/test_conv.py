@@ -123,7 +123,7 @@ def test_matches_reference(isa: str, case: Case, dtype: torch.dtype) -> None:
     expected, grads, bias_grads = reference.conv_squared_norms(x.double(), g.double(), store=True, **q)
     for strategy in ("direct", "gram"):
         norms, none, got_bias = conv_squared_norms(x, g, strategy=strategy, **q)
-        assert none.numel() == 0
+        assert none is None
         assert_norms(norms, expected, strategy, dtype)
         torch.testing.assert_close(got_bias, bias_grads, rtol=1e-13, atol=1e-12)
     norms, stored, _ = conv_squared_norms(x, g, store=True, **q)
@@ -161,12 +161,36 @@ def test_weight_and_bias_count_apart(which: tuple[bool, bool], transposed: bool)
     options = {"weight": which[0], "bias": which[1]}
     got = conv_squared_norms(x, g, store=True, **options, **q)
     want = reference.conv_squared_norms(x.double(), g.double(), store=True, **options, **q)
-    for a, b in zip(
-        got + conv_clipped_sums(x, g, w, **options, **q),
-        want + reference.conv_clipped_sums(x.double(), g.double(), w, **options, **q),
+    got += conv_clipped_sums(x, g, w, **options, **q)
+    want += reference.conv_clipped_sums(x.double(), g.double(), w, **options, **q)
+    for a, b in zip(got, want, strict=True):
+        if b is None:
+            assert a is None
+        else:
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_store_where_it_pays() -> None:
+    """Small gradients of a large map are stored; those of a wide layer on a small one are not, nor with a Gram norm."""
+    for case, stored in ((conv(3, 8, (12, 12), (3, 3)), True), (conv(64, 64, (3, 3), (3, 3)), False)):
+        x, g, _, q = example(case)
+        assert (conv_squared_norms(x, g, store=None, **q)[1] is not None) == stored
+        assert conv_squared_norms(x, g, store=None, strategy="gram", **q)[1] is None
+
+
+def test_output_padding_beyond_what_the_input_reaches() -> None:
+    """A transposed convolution's dilation admits it; it counts in the bias alone."""
+    x, q = torch.randn(3, 2, 5), asdict(Geometry((2,), (1,), (0,), (3,), transposed=True))
+    g = torch.randn(3, 4, 10)
+    for strategy in ("direct", "gram"):
+        got = conv_squared_norms(x, g, strategy=strategy, **q)[0]
+        torch.testing.assert_close(got, reference.conv_squared_norms(x.double(), g.double(), **q)[0], rtol=1e-4, atol=0)
+    for got, want in zip(
+        conv_clipped_sums(x, g, torch.ones(3).double(), **q),
+        (sum(loop(x, g[..., :8], q)), g.double().sum((0, 2))),
         strict=True,
     ):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["direct", "gram"])
