@@ -11,7 +11,7 @@ Mironov 2017, Proposition 3, which most papers before 2021 printed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from dpkernels.accounting.mechanisms import (
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-_ORDERS = tuple(float(1.0 + x) for x in np.geomspace(0.0105, 1e5, 48))  # searched first; then around the best one
+ORDERS = tuple(float(1.0 + x) for x in np.geomspace(0.0105, 1e5, 48))  # searched first; then around the best one
 
 TENSORFLOW_PRIVACY_ORDERS: tuple[float, ...] = tuple(1 + x / 10 for x in range(1, 100)) + tuple(
     float(x) for x in range(12, 64)
@@ -143,23 +143,23 @@ def convert(order: float, rdp: float, delta: float, *, classic: bool = False) ->
     return max(0.0, rdp + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
 
 
-def best_order(events: Sequence[Event], delta: float, *, classic: bool = False) -> tuple[float, float]:
-    """(epsilon, order) minimised over real orders, for events that ``merge`` returned."""
+def minimise_over_orders(function: Callable[[float], float]) -> tuple[float, float]:
+    """(value, order) at the smallest value of ``function`` over real orders > 1."""
     from scipy.optimize import minimize_scalar
 
-    def epsilon(order: float) -> float:
-        return min(convert(order, divergence(events, order), delta, classic=classic), 1e300)
+    def finite(log_excess: float) -> float:
+        return min(function(1 + math.exp(log_excess)), 1e300)
 
-    coarse = min((epsilon(order), order) for order in _ORDERS)
-    if coarse[0] == 0.0:
-        return coarse
-    place = math.log(coarse[1] - 1)
-    step = math.log(_ORDERS[-1] / (_ORDERS[0] - 1)) / (len(_ORDERS) - 1)
-    limits = (place - step, place + step)
-    found = minimize_scalar(
-        lambda x: epsilon(1 + math.exp(x)), bounds=limits, method="bounded", options={"xatol": 0.01}
-    )
-    return min(coarse, (float(found.fun), 1 + math.exp(float(found.x))))
+    value, order = min((min(function(order), 1e300), order) for order in ORDERS)
+    place = math.log(order - 1)
+    step = math.log((ORDERS[1] - 1) / (ORDERS[0] - 1))
+    found = minimize_scalar(finite, bounds=(place - step, place + step), method="bounded", options={"xatol": 0.01})
+    return min((value, order), (float(found.fun), 1 + math.exp(float(found.x))))
+
+
+def best_order(events: Sequence[Event], delta: float, *, classic: bool = False) -> tuple[float, float]:
+    """(epsilon, order) minimised over real orders, for events that ``merge`` returned."""
+    return minimise_over_orders(lambda order: convert(order, divergence(events, order), delta, classic=classic))
 
 
 def rdp_bound(
