@@ -1,7 +1,34 @@
-"""Differentially private training in PyTorch at nearly the price of ordinary training."""
+"""Differentially private training in PyTorch at nearly the price of ordinary training.
 
-from dpkernels import models
+``plan`` says how many steps to take, at which sampling rate and with how much noise, and what that guarantees;
+``PoissonLoader`` draws the batches; ``DPSGD``, ``DPAdam``, ``DPAdamW`` and ``DPOptimizer`` clip, add noise, update and
+account. ``GhostClipper`` is the engine alone.
+"""
+
+from dpkernels import accounting, clipping, data, models, random
 from dpkernels.accounting import Plan, epsilon, noise_multiplier, plan
+from dpkernels.clipping import ClippedSum, GhostClipper, UnsupportedModelError
 from dpkernels.data import PoissonLoader
+from dpkernels.optim import DPSGD, DPAdam, DPAdamW, DPOptimizer
 
-__all__ = ["Plan", "PoissonLoader", "epsilon", "models", "noise_multiplier", "plan"]
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022  (sorted as Python sorts)
+    "ClippedSum",
+    "DPAdam",
+    "DPAdamW",
+    "DPOptimizer",
+    "DPSGD",
+    "GhostClipper",
+    "Plan",
+    "PoissonLoader",
+    "UnsupportedModelError",
+    "accounting",
+    "clipping",
+    "data",
+    "epsilon",
+    "models",
+    "noise_multiplier",
+    "plan",
+    "random",
+]
