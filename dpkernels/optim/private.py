@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dpkernels.accounting import Ledger, Plan
 from dpkernels.accounting.mechanisms import event_from_dict
 from dpkernels.clipping import ClippedSum, GhostClipper
-from dpkernels.random import Key
+from dpkernels.random import Domain, Key
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -87,8 +87,10 @@ class PrivateOptimizer(Optimizer):
 
     _privacy: Privacy
 
-    def __init__(self, model: nn.Module, params: Parameters | None, defaults: dict[str, Any], privacy: Privacy) -> None:
-        super().__init__(as_groups(model, params), defaults)
+    def __init__(
+        self, model: nn.Module, groups: list[dict[str, Any]], defaults: dict[str, Any], privacy: Privacy
+    ) -> None:
+        super().__init__(groups, defaults)
         self._check_groups(model)
         self._privacy = privacy
         seeded = privacy.seed is not None
@@ -223,21 +225,34 @@ class PrivateOptimizer(Optimizer):
         self._clipper.expected_rows = None
         self._clipper.discard()
 
-    # ---- noise ------------------------------------------------------------------------------------------------------
+    # ---- what subclasses need for their update ----------------------------------------------------------------------
 
-    def _grid_and_std(self) -> tuple[float, float]:
-        """Spacing gamma of the grid that sums and noise are rounded to, and the noise's standard deviation.
+    def _in_order(self, sums: dict[nn.Parameter, Tensor]) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+        """The parameters that are updated, in the order of the groups, and each one's group."""
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p in sums]
+        return [p for p, _ in pairs], [group for _, group in pairs]
 
-        gamma is a power of two with gamma sqrt(d) <= 1e-4 C over all d values. Rounding a sum moves it by gamma / 2 a
-        value, so that two neighbouring sums lie at most ``l2_bound + gamma sqrt(d)`` apart; rounded noise added on the
-        grid equals rounding the noisy sum, which closes the floating-point leak of Mironov (2012).
+    def _noise(self, step: int) -> dict[str, Any]:
+        """Noise of one logical step and the divisor, as the operators of ``ops/update.py`` take them.
+
+        Sums and noise are rounded to a grid whose spacing gamma is a power of two with gamma sqrt(d) <= 1e-4 C over all
+        d values. Rounding moves a value by gamma / 2 at most, so that two neighbouring sums lie at most
+        ``l2_bound + gamma sqrt(d)`` apart; rounded noise added on the grid equals rounding the noisy sum, which closes
+        the floating-point leak of Mironov (2012).
         """
+        arguments = {"denominator": self._privacy.denominator}
         sigma, bound = self._privacy.sigma, self._clipper.max_grad_norm
         if sigma == 0:
-            return 0.0, 0.0
+            return arguments
         root = math.sqrt(sum(p.numel() for group in self.param_groups for p in group["params"]))
         grid = 2.0 ** math.floor(math.log2(1e-4 * bound / root))
-        return grid, sigma * (self._clipper.l2_bound + grid * root)
+        return arguments | {
+            "key": self._key.value,
+            "domain": Domain.NOISE,
+            "step": step,
+            "noise_std": sigma * (self._clipper.l2_bound + grid * root),
+            "grid": grid,
+        }
 
     # ---- accounting -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""DPSGD: stochastic gradient descent on noised, clipped sums (Abadi et al. 2016)."""
+"""DPSGD: stochastic gradient descent on noised, clipped sums (Abadi et al. 2016), in one pass over the parameters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpkernels.accounting import Plan
-from dpkernels.optim.private import Parameters, as_groups, require_range
-from dpkernels.optim.wrapper import DPOptimizer
+from dpkernels.ops.update import sgd_update
+from dpkernels.optim.private import Parameters, Privacy, PrivateOptimizer, as_groups, require_range
 
 
-class DPSGD(DPOptimizer):
+class DPSGD(PrivateOptimizer):
     """torch.optim.SGD on the privatized gradient.
 
     Args:
@@ -48,5 +48,25 @@ class DPSGD(DPOptimizer):
         require_range("dampening", dampening, -math.inf)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(model, torch.optim.SGD(as_groups(model, params), lr=lr, **options), plan, **privacy)  # type: ignore[arg-type]
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(model, as_groups(model, params), defaults, Privacy(plan, **privacy))
+
+    def _update(self, sums: dict[nn.Parameter, Tensor], step: int) -> None:
+        params, groups = self._in_order(sums)
+        buffers = []
+        first = []  # torch's momentum starts as the first gradient, without dampening
+        for p, group in zip(params, groups, strict=True):
+            state = self.state[p]
+            first.append("momentum_buffer" not in state)
+            if group["momentum"] and first[-1]:
+                state["momentum_buffer"] = torch.empty_like(p)
+            buffers.append(state["momentum_buffer"] if group["momentum"] else p.new_empty(0))
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+        options: dict[str, Any] = {name: [group[name] for group in groups] for name in names}
+        sgd_update(params, [sums[p] for p in params], buffers, first=first, **options, **self._noise(step))

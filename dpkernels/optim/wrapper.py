@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpkernels.accounting import Plan
+from dpkernels.ops.update import noised_mean
 from dpkernels.optim.private import Privacy, PrivateOptimizer
-from dpkernels.random import Domain
 
 
 class DPOptimizer(PrivateOptimizer):
@@ -40,17 +41,11 @@ class DPOptimizer(PrivateOptimizer):
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     def _update(self, sums: dict[nn.Parameter, Tensor], step: int) -> None:
-        grid, std = self._grid_and_std()
-        offset = 0
-        for p in (p for group in self.param_groups for p in group["params"] if p in sums):
-            value = sums[p]
-            if std:
-                noise = self._key.grid_normal(
-                    Domain.NOISE, step, p.numel(), noise_std=std, grid=grid, offset=offset
-                ).view_as(p)
-                value = (value / grid).round() * grid + noise
-            offset += p.numel()
-            p.grad = (value / self._privacy.denominator).to(p.dtype)
+        params, _ = self._in_order(sums)
+        means = [torch.empty_like(p) for p in params]
+        noised_mean(means, [sums[p] for p in params], **self._noise(step))
+        for p, mean in zip(params, means, strict=True):
+            p.grad = mean
         self._inner.step()
         self._inner.zero_grad()  # the engine takes any later p.grad for a gradient that escaped it
 

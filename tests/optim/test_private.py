@@ -64,6 +64,7 @@ PAIRS = [
     (DPSGD, torch.optim.SGD, {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}),
     (DPAdam, torch.optim.Adam, {"lr": 0.01}),
     (DPAdam, torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
+    (DPAdam, torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
     (DPAdamW, torch.optim.AdamW, {"lr": 0.01}),
     (DPAdamW, torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
 ]
