@@ -4,7 +4,7 @@ using Words = Vec<uint32_t>;
 
 template <int N>
 static inline Words rotate(Words x) {
-#if DPK_VECTOR_BYTES == 32
+#if DPK_VECTOR_BYTES == 32 && !defined(__clang__)
   // AVX2 has no rotation: whole bytes move by one shuffle instead of two shifts and an or.
   typedef uint8_t Bytes __attribute__((vector_size(32)));
   if constexpr (N == 16)
@@ -27,10 +27,16 @@ static inline void quarter_rounds(Words& a, Words& b, Words& c, Words& d) {
 // Interleaves the 32-bit lanes of two vectors: within each four lanes, the first two (kHalf = 0) or the last two.
 template <int kHalf>
 static inline Words interleave(Words low, Words high) {
-  constexpr int n = kLanes<uint32_t>;
   Words order;
-  for (int l = 0; l < n; ++l) order[l] = l / 4 * 4 + 2 * kHalf + l % 4 / 2 + l % 2 * n;
+  for (int l = 0; l < kLanes<uint32_t>; ++l) order[l] = l / 4 * 4 + 2 * kHalf + l % 4 / 2 + l % 2 * kLanes<uint32_t>;
+#if defined(__clang__)
+  Words out;
+  for (int l = 0; l < kLanes<uint32_t>; ++l)
+    out[l] = order[l] < kLanes<uint32_t> ? low[order[l]] : high[order[l] - kLanes<uint32_t>];
+  return out;
+#else
   return __builtin_shuffle(low, high, order);
+#endif
 }
 
 // The kGroupWords words of a group, in order.

@@ -8,6 +8,14 @@
 //   sin, cos  t, cut to 52 bits, moves them by pi / 2 2^-52; polynomial and arithmetic by 2^-52
 // where r <= 5 multiplies the last two. The other pairs are computed exactly.
 
+// Three operations need intrinsics, which must fit the target that each_isa.h set: clang does not know its pragmas.
+#undef DPK_INTRINSICS
+#if defined(__x86_64__) && !defined(__clang__)
+#define DPK_INTRINSICS 1
+#else
+#define DPK_INTRINSICS 0
+#endif
+
 using Bits = Vec<uint64_t>;
 using Doubles = Vec<double>;
 
@@ -18,7 +26,7 @@ static inline Doubles as_doubles(Bits x) { return (Doubles)x; }
 static inline Bits as_bits(Doubles x) { return (Bits)x; }
 
 static inline Doubles vector_sqrt(Doubles x) {
-#if !defined(__x86_64__)
+#if !DPK_INTRINSICS
   for (int64_t l = 0; l < kLanes<double>; ++l) x[l] = std::sqrt(x[l]);
   return x;
 #elif DPK_VECTOR_BYTES == 64
@@ -32,7 +40,7 @@ static inline Doubles vector_sqrt(Doubles x) {
 
 // One bit per lane: the top bits.
 static inline unsigned top_bits(Bits x) {
-#if !defined(__x86_64__)
+#if !DPK_INTRINSICS
   unsigned bits = 0;
   for (int64_t l = 0; l < kLanes<double>; ++l) bits |= static_cast<unsigned>(x[l] >> 63) << l;
   return bits;
@@ -47,9 +55,9 @@ static inline unsigned top_bits(Bits x) {
 
 // a where the top bit of mask is 0, else b.
 static inline Doubles choose_by_top_bit(Bits mask, Doubles a, Doubles b) {
-#if defined(__x86_64__) && DPK_VECTOR_BYTES == 64
+#if DPK_INTRINSICS && DPK_VECTOR_BYTES == 64
   return _mm512_mask_blend_pd(_mm512_movepi64_mask((__m512i)mask), a, b);
-#elif defined(__x86_64__) && DPK_VECTOR_BYTES == 32
+#elif DPK_INTRINSICS && DPK_VECTOR_BYTES == 32
   return _mm256_blendv_pd(a, b, (__m256d)mask);
 #else
   const Bits all = Bits{} - (mask >> 63);
