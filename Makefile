@@ -17,6 +17,7 @@ help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 demo: build ## Build, then train a classifier privately on real handwritten digits
+	@rm -rf runs/demo
 	$(BIN)/dpkernels train --dataset digits --epsilon 3 --out runs/demo
 
 test: $(STAMPS)/test ## Build, then run the C++ tests and the Python tests

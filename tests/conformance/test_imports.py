@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "training": {"optim", "data", "random", "accounting", "features", "models", "losses", "transfer", "selection"},
 }
 ARROWS["cli"] = set(ARROWS)  # the only room that may import everything
+ARROWS["__main__"] = {"cli"}
 TORCH_ONLY = {"reference", "models", "losses"}  # of what is neither Python's own nor the room's
 NO_TORCH = {"accounting"}
 

@@ -1,0 +1,130 @@
+"""`dpkernels train`: a private training run in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpkernels import _native
+from dpkernels.cli.parsing import add_privacy_target
+from dpkernels.data import ImageDataset, dataset_names, load_dataset
+from dpkernels.models import names as model_names
+from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, default_progress, resolve, train
+from dpkernels.training.config import OPTIMIZERS, SCHEDULES, check_values, field_names
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "train",
+        help="train an image classifier privately",
+        description="Train an image classifier with differential privacy, and leave metrics, history, a plot, a "
+        "checkpoint and the weights in a folder. What is not given depends on the data set.",
+    )
+    parser.add_argument("--dataset", metavar="NAME", help=f"{', '.join(dataset_names())} or a folder (default digits)")
+    parser.add_argument("--model", metavar="NAME", help=", ".join(model_names()))
+    add_privacy_target(parser)
+    parser.add_argument("--dataset-size", type=int, metavar="N", help="public number of training examples, for folders")
+    parser.add_argument("--epochs", type=float, metavar="E")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="expected size of a logical batch")
+    parser.add_argument("--lr", type=float, metavar="R", help="learning rate")
+    parser.add_argument("--momentum", type=float, metavar="M", help="of sgd (default 0.9)")
+    parser.add_argument("--weight-decay", type=float, metavar="W", help="default 0")
+    parser.add_argument("--max-grad-norm", type=float, metavar="C", help="bound on each example's gradient norm")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default sgd")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate (default constant)")
+    parser.add_argument("--warmup", type=float, metavar="F", help="fraction of the steps over which it rises")
+    parser.add_argument("--seed", type=int, help="reproducible, and NOT PRIVATE: for tests and comparisons")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default runs/DATASET-TIME")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with what it began with")
+    parser.add_argument("--physical-batch-size", type=int, default=256, metavar="B", help="rows at once (default 256)")
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--workers", type=int, default=0, metavar="W", help="processes that fetch data (default 0)")
+    parser.add_argument("--data-root", type=Path, metavar="DIR", help="where data sets lie (default DPKERNELS_DATA)")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print the result, and return the exit code."""
+    given = {name: value for name in field_names() if (value := getattr(args, name)) is not None}
+    check_values(given)
+    execution = Execution(_device(args.device), args.physical_batch_size, args.workers)
+    result = _resume(args, given, execution) if args.resume else _start(args, given, execution)
+    _print_result(result)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def _start(args: argparse.Namespace, given: dict[str, Any], execution: Execution) -> RunResult:
+    given = {"dataset": "digits", **given}
+    folder = RunFolder(args.out or _fresh_folder(given["dataset"]))
+    folder.claim()
+    try:
+        dataset = load_dataset(given["dataset"], args.data_root)
+        config = resolve(dataset, given)
+        plan = config.plan()
+    except BaseException:
+        folder.leave()
+        raise
+    progress = default_progress(args.quiet)
+    _announce(args, config, dataset, folder)
+    return train(config, plan, dataset, folder, execution=execution, progress=progress)
+
+
+def _resume(args: argparse.Namespace, given: dict[str, Any], execution: Execution) -> RunResult:
+    if args.out is None:
+        raise ValueError("out must name the folder of the run to resume")
+    folder = RunFolder(args.out)
+    folder.reclaim()
+    config, plan = folder.read_config()
+    begun = config.to_dict()
+    other = [f"{name}={value!r} (was {begun[name]!r})" for name, value in given.items() if value != begun[name]]
+    if other:
+        raise ValueError(f"a resumed run keeps what it began with, got {', '.join(other)}")
+    dataset = load_dataset(config.dataset, args.data_root)
+    progress = default_progress(args.quiet)
+    _announce(args, config, dataset, folder)
+    return train(config, plan, dataset, folder, resume=True, execution=execution, progress=progress)
+
+
+def _fresh_folder(dataset: str) -> Path:
+    return Path("runs") / f"{Path(dataset).name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _device(name: str) -> str:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be a device of torch, got {name!r}") from None
+    if device.type != "cpu" and _native.host.build_info()["cuda"] == "none":
+        raise ValueError(f"device must be cpu, since this build has no kernels for other devices, got {name!r}")
+    return name
+
+
+def _announce(args: argparse.Namespace, config: TrainConfig, dataset: ImageDataset, folder: RunFolder) -> None:
+    if config.seeded:
+        print(f"NOT PRIVATE: --seed {config.seed} makes the noise reproducible. For tests and comparisons only.")
+    if not args.quiet:
+        print(
+            f"{config.model} on {dataset.name}: {config.optimizer}, learning rate {config.lr:g}, batch size "
+            f"{config.batch_size}, {config.epochs:g} epochs, max_grad_norm {config.max_grad_norm:g}, in {folder.path}",
+            flush=True,
+        )
+
+
+def _print_result(result: RunResult) -> None:
+    metrics, folder = result.metrics, result.folder
+    if result.stopped_by is not None:
+        print(
+            f"Stopped after {metrics['steps']} of {metrics['planned_steps']} steps; an unfinished logical batch was "
+            f"discarded. Go on with: dpkernels train --resume --out {folder.path}"
+        )
+    print(f"test accuracy  {metrics['test_accuracy']:.2%}")
+    print(f"privacy        epsilon {metrics['epsilon']:.4g} at delta {metrics['delta']:g}")
+    print(f"time           {metrics['seconds']:.1f} s, {metrics['steps']} steps")
+    print(f"plot           {folder.plot}")
+    print(f"\n{metrics['statement']}")

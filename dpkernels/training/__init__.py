@@ -1,0 +1,24 @@
+"""Private training runs: configuration, loop, checkpoints and report. What the command line and the recipes share."""
+
+from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
+from dpkernels.training.config import TrainConfig, default_delta, resolve
+from dpkernels.training.evaluation import accuracy
+from dpkernels.training.loop import Execution, RunResult, train
+from dpkernels.training.progress import Progress, default_progress
+from dpkernels.training.run_folder import EpochResult, RunFolder
+
+__all__ = [
+    "Checkpoint",
+    "EpochResult",
+    "Execution",
+    "Progress",
+    "RunFolder",
+    "RunResult",
+    "TrainConfig",
+    "accuracy",
+    "default_delta",
+    "default_progress",
+    "load_checkpoint",
+    "resolve",
+    "train",
+]

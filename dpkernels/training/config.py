@@ -1,0 +1,189 @@
+"""What a training run computes, as a frozen configuration, and the defaults for each data set.
+
+The hyper-parameters of MNIST, Fashion-MNIST and CIFAR-10 are those of the end-to-end networks of Tramèr & Boneh 2021,
+Table 13 (learning rates scaled by batch_size / 512, as there). Those of digits were chosen by five-fold
+cross-validation on its training set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dpkernels.accounting import Plan, plan
+from dpkernels.data import ImageDataset
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("constant", "cosine")
+LARGEST_DELTA = 1e-5
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a run computes. Every field is checked; errors name it."""
+
+    dataset: str
+    """As `dpkernels.data.load_dataset` takes it."""
+    model: str
+    """As `dpkernels.models.create` takes it."""
+    dataset_size: int
+    """The public nominal number of training examples, never counted from the private data."""
+    batch_size: int
+    """Expected size of a logical batch."""
+    epochs: float
+    delta: float
+    epsilon: float | None
+    """The target, or None where `noise_multiplier` is given."""
+    noise_multiplier: float | None
+    lr: float
+    max_grad_norm: float
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    """Of SGD; 0 for the other optimizers."""
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup: float = 0.0
+    """Fraction of all steps over which the learning rate rises from 0."""
+    seed: int | None = None
+    """Makes noise, sampling and initial weights reproducible: the run is then not private."""
+
+    def __post_init__(self) -> None:
+        check_values(asdict(self))
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            got = f"epsilon={self.epsilon!r}, noise_multiplier={self.noise_multiplier!r}"
+            raise ValueError(f"exactly one of epsilon and noise_multiplier must be given, got {got}")
+        if self.batch_size > self.dataset_size:
+            raise ValueError(f"batch_size must be at most dataset_size={self.dataset_size}, got {self.batch_size}")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum must be 0 with the optimizer {self.optimizer}, got {self.momentum}")
+
+    @property
+    def seeded(self) -> bool:
+        return self.seed is not None
+
+    def plan(self) -> Plan:
+        """The privacy plan, calibrated: takes seconds. Raises ValueError where no noise meets the target."""
+        return plan(
+            dataset_size=self.dataset_size,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            delta=self.delta,
+            target_epsilon=self.epsilon,
+            noise_multiplier=self.noise_multiplier,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The configuration that `to_dict` described. Raises ValueError for fields that are missing or unknown."""
+        if values.keys() != set(field_names()):
+            raise ValueError(f"expected the fields {sorted(field_names())}, got {sorted(values)}")
+        return cls(**values)
+
+
+def field_names() -> tuple[str, ...]:
+    """The names of what a `TrainConfig` holds."""
+    return tuple(field.name for field in fields(TrainConfig))
+
+
+def resolve(dataset: ImageDataset, given: Mapping[str, Any]) -> TrainConfig:
+    """The configuration for `dataset` with the values of `given`, and defaults for everything else.
+
+    given: fields of `TrainConfig`, `dataset` among them. Raises ValueError or TypeError that names the field.
+    """
+    size = given.get("dataset_size", dataset.nominal_size)
+    if size is None:
+        raise ValueError(
+            "dataset_size must be given for a folder: the number of training examples that you are ready to publish "
+            "(it is part of the guarantee, and is never counted silently)"
+        )
+    check_values({**given, "dataset_size": size})
+    values = _DEFAULTS.get(dataset.name) or _defaults_by_shape(dataset, size)
+    values = {**values, "dataset_size": size, "delta": default_delta(size)}
+    values |= {"noise_multiplier": None, "epsilon": None if given.get("noise_multiplier") is not None else 3.0}
+    optimizer = given.get("optimizer", "sgd")
+    if optimizer != "sgd":
+        values |= {"lr": _ADAPTIVE_LR, "momentum": 0.0}
+    if given.get("schedule") == "cosine":
+        values["warmup"] = 0.05
+    return TrainConfig(**{**values, **given})
+
+
+def default_delta(dataset_size: int) -> float:
+    """1e-5, or for large data sets the largest power of ten below 1 / dataset_size."""
+    return min(LARGEST_DELTA, 10.0 ** -(math.floor(math.log10(dataset_size)) + 1))
+
+
+_ADAPTIVE_LR = 2e-3
+_MNIST = {"model": "mnist_cnn", "batch_size": 512, "epochs": 40.0, "lr": 0.5, "max_grad_norm": 0.1}
+_CIFAR = {"model": "cifar10_cnn", "batch_size": 1024, "epochs": 30.0, "lr": 1.0, "max_grad_norm": 0.1}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": {"model": "linear", "batch_size": 512, "epochs": 36.0, "lr": 4.0, "max_grad_norm": 0.1},
+    "mnist": _MNIST,
+    "fashion-mnist": {**_MNIST, "batch_size": 2048, "lr": 4.0},
+    "cifar10": _CIFAR,
+}
+
+
+def _defaults_by_shape(dataset: ImageDataset, size: int) -> dict[str, Any]:
+    """For a folder: the network of the data set that it looks like, and a batch of a fiftieth."""
+    batch = min(1024, max(1, size // 50))
+    if dataset.input_shape == (1, 28, 28):
+        values = _MNIST
+    elif dataset.input_shape == (3, 32, 32):
+        values = _CIFAR
+    else:
+        values = {**_CIFAR, "model": "simple_vgg" if min(dataset.input_shape[1:]) >= 16 else "linear"}
+    return {**values, "batch_size": batch, "lr": batch / 1024}
+
+
+# ---- checks of single values
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError, naming the field, for the first of `values` that is out of range."""
+    for name, value in values.items():
+        if value is None and name in {"epsilon", "noise_multiplier", "seed"}:
+            continue
+        if name not in _CHECKS:
+            raise ValueError(f"{name} is not a field of a training configuration; those are {', '.join(_CHECKS)}")
+        wanted, kinds, fits = _CHECKS[name]
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name} must be {wanted}, got {value!r} of type {type(value).__name__}")
+        if not fits(value):
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+_Check = tuple[str, tuple[type, ...], Callable[[Any], bool]]
+_NUMBER = (int, float)
+_POSITIVE: _Check = ("a finite number > 0", _NUMBER, lambda value: 0 < value < math.inf)
+_COUNT: _Check = ("a positive integer", (int,), lambda value: value >= 1)
+_NAME: _Check = ("a name", (str,), lambda value: bool(value.strip()))
+
+
+def _one_of(names: tuple[str, ...]) -> _Check:
+    return (f"one of {', '.join(names)}", (str,), lambda value: value in names)
+
+
+_CHECKS: dict[str, _Check] = {
+    "dataset": _NAME,
+    "model": _NAME,
+    "dataset_size": _COUNT,
+    "batch_size": _COUNT,
+    "epochs": _POSITIVE,
+    "delta": ("a probability with 0 < delta < 1", _NUMBER, lambda value: 0 < value < 1),
+    "epsilon": _POSITIVE,
+    "noise_multiplier": _POSITIVE,
+    "lr": _POSITIVE,
+    "max_grad_norm": ("a number from 1e-10 to 1e10", _NUMBER, lambda value: 1e-10 <= value <= 1e10),
+    "optimizer": _one_of(OPTIMIZERS),
+    "momentum": ("a number with 0 <= momentum < 1", _NUMBER, lambda value: 0 <= value < 1),
+    "weight_decay": ("a finite number >= 0", _NUMBER, lambda value: 0 <= value < math.inf),
+    "schedule": _one_of(SCHEDULES),
+    "warmup": ("a fraction with 0 <= warmup < 1", _NUMBER, lambda value: 0 <= value < 1),
+    "seed": ("an integer", (int,), lambda value: True),
+}

@@ -1,0 +1,283 @@
+"""A private training run from its configuration to its report, started or gone on with.
+
+What a kill can take away. The ledger knows of a step before its noise is drawn, and the checkpoint may be older. A run
+without a seed draws fresh noise after a resume, so the steps between checkpoint and ledger were other releases: they
+stay spent, and as many are missing in the end. A seeded run (which is not private) draws the same sample and the same
+noise for the same step again, which is the same release: it goes back to its checkpoint, repeats these steps, and ends
+with the parameters that it would have had.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dpkernels import models
+from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
+from dpkernels.data import ImageDataset, PoissonLoader
+from dpkernels.optim import DPSGD, DPAdam, DPAdamW
+from dpkernels.optim.private import PrivateOptimizer
+from dpkernels.training import report
+from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
+from dpkernels.training.config import TrainConfig
+from dpkernels.training.evaluation import accuracy
+from dpkernels.training.files import write_json
+from dpkernels.training.interrupt import StopSignal, ignore_interrupts
+from dpkernels.training.progress import Progress, Silent
+from dpkernels.training.run_folder import EpochResult, RunFolder
+from dpkernels.training.schedules import scheduler
+
+CHECKPOINT_SECONDS = 1.0
+CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into writing checkpoints
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is computed, not what: it may differ after a resume.
+
+    physical_batch_size: rows at once, which bounds memory. workers: processes that fetch data.
+    """
+
+    device: str = "cpu"
+    physical_batch_size: int = 256
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("physical_batch_size", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. stopped_by: the signal that ended it early, else None. metrics: as in `metrics.json`."""
+
+    metrics: dict[str, Any]
+    folder: RunFolder
+    stopped_by: int | None
+
+
+def train(
+    config: TrainConfig,
+    plan: Plan,
+    dataset: ImageDataset,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Run `config` by `plan` on `dataset` in `folder`, which was claimed (or reclaimed, with `resume`).
+
+    SIGINT and SIGTERM end it after the physical batch at hand: an unfinished logical batch is discarded, and what was
+    reached is evaluated and written.
+
+    Raises:
+        LedgerLockedError: another process trains in the folder.
+        FileExistsError: a run was started in the folder since it was claimed.
+        UnsupportedModelError, ValueError, RuntimeError, OSError: see the optimizers, the loader and the readers.
+    """
+    _check_labels(dataset)
+    with Ledger(folder.ledger, budget=plan, seeded=config.seeded) as ledger:
+        if not resume and (folder.exists or ledger.steps):
+            raise FileExistsError(f"{folder.path} already holds a run: go on with it, or choose another folder")
+        try:
+            run = _Run(config, plan, dataset, folder, ledger, execution or Execution(), progress or Silent())
+            if not resume:
+                folder.write_config(config, plan, report.versions())
+        except BaseException:
+            folder.forget_unstarted()
+            raise
+        if resume:
+            run.restore()
+        with StopSignal() as stop:
+            run.go(stop)
+            metrics = run.report()
+        return RunResult(metrics, folder, None if metrics["complete"] else stop.number)
+
+
+class _Run:
+    """The state of a run: model, optimizer, history, and the position in the plan."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        dataset: ImageDataset,
+        folder: RunFolder,
+        ledger: Ledger,
+        execution: Execution,
+        progress: Progress,
+    ) -> None:
+        self.config, self.plan, self.dataset, self.folder = config, plan, dataset, folder
+        self.ledger, self.execution, self.progress = ledger, execution, progress
+        self.model = build_model(config, dataset).to(execution.device)
+        self.optimizer = build_optimizer(config, plan, self.model, ledger)
+        self.history: list[EpochResult] = []
+        self.seconds = 0.0
+        self._started = time.monotonic()
+        self._saved_at = self._save_took = 0.0
+
+    def restore(self) -> None:
+        """Go back to the checkpoint. Before the first one no step was made, so that none is missing without one."""
+        if not self.folder.checkpoint.exists():
+            return
+        checkpoint = load_checkpoint(self.folder.checkpoint)
+        self.model.load_state_dict(checkpoint.model)
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        self.history = self.folder.read_history(checkpoint.step)
+        self.seconds = checkpoint.seconds
+        self._started = time.monotonic() - self.seconds
+
+    def go(self, stop: StopSignal) -> None:
+        """All steps that are left, and after the last one, or at the stop, evaluation and checkpoint."""
+        start = self.ledger.steps
+        loader = PoissonLoader(
+            self.dataset.train,
+            self.plan,
+            optimizer=self.optimizer,
+            physical_batch_size=self.execution.physical_batch_size,
+            start_step=start,
+            key=self.optimizer.key,
+            num_workers=self.execution.workers,
+            worker_init_fn=ignore_interrupts,
+        )
+        schedule = scheduler(
+            self.optimizer,
+            self.config.schedule,
+            lr=self.config.lr,
+            steps=self.plan.steps,
+            warmup=self.config.warmup,
+            start_step=start,
+        )
+        if not self.folder.checkpoint.exists():
+            self._save()
+        self.progress.begin(self.plan, start)
+        self.model.train()
+        try:
+            for step in range(start + 1, self.plan.steps + 1):
+                if not self._logical_step(loader, stop):
+                    break
+                lr = self.optimizer.param_groups[0]["lr"]
+                schedule.step()
+                self.progress.step(step)
+                if self._ends_epoch(step):
+                    self._evaluate(lr)
+                self._save_if_due()
+        finally:
+            self.progress.end()
+        if not self.history or self.history[-1].step != self.ledger.steps:
+            self._evaluate(self.optimizer.param_groups[0]["lr"])
+        self._save()
+
+    def _logical_step(self, loader: PoissonLoader, stop: StopSignal) -> bool:
+        """One step of the plan; False where a stop came first, and then nothing of it is left."""
+        device = self.execution.device
+        for images, labels in loader.take(1):
+            if stop:
+                return False
+            losses = F.cross_entropy(self.model(images.to(device)), labels.to(device), reduction="none")
+            self.optimizer.backward(losses)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return True
+
+    def _ends_epoch(self, step: int) -> bool:
+        batch, size = self.plan.batch_size, self.plan.dataset_size
+        return step == self.plan.steps or step * batch // size > (step - 1) * batch // size
+
+    def _evaluate(self, lr: float) -> None:
+        step = self.ledger.steps
+        result = EpochResult(
+            step=step,
+            epoch=round(step * self.plan.batch_size / self.plan.dataset_size, 6),
+            test_accuracy=accuracy(self.model, self.dataset.test, device=self.execution.device),
+            epsilon=epsilon_spent(self.ledger, self.plan),
+            lr=lr,
+            seconds=round(time.monotonic() - self._started, 3),
+        )
+        self.history.append(result)
+        self.folder.write_history(self.history)
+        self.progress.epoch(result)
+
+    def _save(self) -> None:
+        """History is written before: a line too many is dropped on a resume, one too few could not be made up."""
+        begin = time.monotonic()
+        self.seconds = begin - self._started
+        Checkpoint(self.ledger.steps, self.seconds, self.model.state_dict(), self.optimizer.state_dict()).save(
+            self.folder.checkpoint
+        )
+        self._saved_at = time.monotonic()
+        self._save_took = self._saved_at - begin
+
+    def _save_if_due(self) -> None:
+        pause = max(CHECKPOINT_SECONDS, self._save_took / CHECKPOINT_SHARE)
+        if time.monotonic() - self._saved_at >= pause:
+            self._save()
+
+    def report(self) -> dict[str, Any]:
+        """Write weights, plot and metrics, and return the metrics."""
+        document = report.metrics(
+            self.config,
+            self.plan,
+            self.history,
+            seconds=self.seconds,
+            statement=self.optimizer.privacy_statement(),
+        )
+        report.write_model(self.folder.model, self.model, self.config, self.plan)
+        report.write_plot(self.folder.plot, self.config, self.plan, self.history)
+        write_json(self.folder.metrics, document)
+        return document
+
+
+def build_model(config: TrainConfig, dataset: ImageDataset) -> nn.Module:
+    """The untrained model; the same initial weights for the same seed. torch's own generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
+        return models.create(config.model, dataset.input_shape, dataset.num_classes)
+
+
+def build_optimizer(config: TrainConfig, plan: Plan, model: nn.Module, ledger: Ledger) -> PrivateOptimizer:
+    """The private optimizer that `config` names."""
+    shared: dict[str, Any] = {
+        "lr": config.lr,
+        "max_grad_norm": config.max_grad_norm,
+        "weight_decay": config.weight_decay,
+        "ledger": ledger,
+        "seed": config.seed,
+    }
+    if config.optimizer == "sgd":
+        return DPSGD(model, plan, momentum=config.momentum, **shared)
+    kind: Callable[..., PrivateOptimizer] = {"adam": DPAdam, "adamw": DPAdamW}[config.optimizer]
+    return kind(model, plan, **shared)
+
+
+def epsilon_spent(ledger: Ledger, plan: Plan) -> float:
+    """Upper bound on what was spent, by one fast accountant, or the plan's where that is smaller: it holds as well.
+
+    Cross-checking three accountants at every epoch would take longer than training a small model.
+    """
+    try:
+        spent = bound(ledger.events(), plan.delta, "pld").upper
+    except AccountantUnavailableError:
+        spent = bound(ledger.events(), plan.delta, "rdp").upper
+    return min(spent, plan.epsilon)
+
+
+def _check_labels(dataset: ImageDataset) -> None:
+    for name, split in (("train", dataset.train), ("test", dataset.test)):
+        low, high = int(split.labels.min()), int(split.labels.max())
+        if low < 0 or high >= dataset.num_classes:
+            raise ValueError(
+                f"{name} labels must lie in [0, {dataset.num_classes - 1}], got labels from {low} to {high}"
+            )

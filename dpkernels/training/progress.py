@@ -1,0 +1,86 @@
+"""Progress: a bar on a terminal, a line an epoch elsewhere. Neither training loss nor norms: both are private."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+from tqdm import tqdm
+
+from dpkernels.accounting import Plan
+from dpkernels.training.run_folder import EpochResult
+
+
+class Progress(Protocol):
+    """What hears how a run gets on."""
+
+    def begin(self, plan: Plan, step: int) -> None: ...
+
+    def step(self, step: int) -> None:
+        """`step` steps of the plan are spent."""
+
+    def epoch(self, result: EpochResult) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def begin(self, plan: Plan, step: int) -> None:
+        pass
+
+    def step(self, step: int) -> None:
+        pass
+
+    def epoch(self, result: EpochResult) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Lines(Silent):
+    """A line an epoch on the standard output."""
+
+    def begin(self, plan: Plan, step: int) -> None:
+        self._plan = plan
+
+    def epoch(self, result: EpochResult) -> None:
+        print(
+            f"epoch {result.epoch:.4g}  step {result.step}/{self._plan.steps}  "
+            f"test accuracy {result.test_accuracy:.2%}  epsilon {result.epsilon:.3f}  {result.seconds:.1f} s",
+            flush=True,
+        )
+
+
+class Bar(Silent):
+    """A tqdm bar on the standard error."""
+
+    def begin(self, plan: Plan, step: int) -> None:
+        self._bar = tqdm(
+            total=plan.steps, initial=step, unit="step", desc=_epoch(plan, step), dynamic_ncols=True, mininterval=0.2
+        )
+        self._plan = plan
+
+    def step(self, step: int) -> None:
+        self._bar.set_description(_epoch(self._plan, step), refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def epoch(self, result: EpochResult) -> None:
+        self._bar.set_postfix_str(f"test accuracy {result.test_accuracy:.1%}, epsilon {result.epsilon:.2f}")
+
+    def end(self) -> None:
+        self._bar.close()
+
+
+def _epoch(plan: Plan, step: int) -> str:
+    epochs = plan.steps * plan.batch_size / plan.dataset_size
+    return f"epoch {step * plan.batch_size // plan.dataset_size}/{epochs:.4g}"
+
+
+def default_progress(quiet: bool = False) -> Progress:
+    """A bar where the standard error is a terminal, else lines; nothing when `quiet`."""
+    if quiet:
+        return Silent()
+    return Bar() if sys.stderr.isatty() else Lines()

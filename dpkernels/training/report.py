@@ -1,0 +1,108 @@
+"""What a run leaves behind: metrics, a plot of accuracy against epsilon, the model's weights."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dpkernels.accounting import Plan
+from dpkernels.training.config import TrainConfig
+from dpkernels.training.files import write_atomically
+from dpkernels.training.run_folder import EpochResult
+
+
+def versions() -> dict[str, str]:
+    """Of everything that decides the result."""
+    try:
+        own = importlib.metadata.version("dpkernels")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed, imported from its sources"
+    return {
+        "dpkernels": own,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def metrics(
+    config: TrainConfig, plan: Plan, history: Sequence[EpochResult], *, seconds: float, statement: str
+) -> dict[str, Any]:
+    """What `metrics.json` holds.
+
+    epsilon is the plan's also where the run stopped early: a run that may stop on something it saw costs what it was
+    allowed to spend. epsilon_spent is that of the steps that were made. steps counts what was spent, steps that a kill
+    took away included.
+    """
+    last = history[-1]
+    return {
+        "test_accuracy": last.test_accuracy,
+        "epsilon": plan.epsilon,
+        "epsilon_spent": last.epsilon,
+        "delta": plan.delta,
+        "private": not config.seeded,
+        "noise_multiplier": plan.noise_multiplier,
+        "sampling_rate": plan.sampling_rate,
+        "steps": last.step,
+        "planned_steps": plan.steps,
+        "complete": last.step == plan.steps,
+        "seconds": round(seconds, 3),
+        "dataset": config.dataset,
+        "model": config.model,
+        "versions": versions(),
+        "statement": statement,
+    }
+
+
+def write_model(path: Path, model: nn.Module, config: TrainConfig, plan: Plan) -> None:
+    """The weights as safetensors; tied ones are stored once. What it is and what it guarantees go into the metadata."""
+    from safetensors.torch import save_model
+
+    metadata = {
+        "dataset": config.dataset,
+        "model": config.model,
+        "epsilon": repr(plan.epsilon),
+        "delta": repr(plan.delta),
+        "private": str(not config.seeded).lower(),
+    }
+    write_atomically(path, lambda temporary: save_model(model, str(temporary), metadata=metadata))
+
+
+def write_plot(path: Path, config: TrainConfig, plan: Plan, history: Sequence[EpochResult]) -> None:
+    """Test accuracy against the epsilon that was spent to reach it, a point an epoch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    epsilons = [result.epsilon for result in history]
+    accuracies = [100 * result.test_accuracy for result in history]
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(epsilons, accuracies, color="tab:blue", marker="o", markersize=3, linewidth=1.5, clip_on=False, zorder=3)
+    axes.axvline(plan.epsilon, color="gray", linewidth=1, linestyle="--")
+    axes.text(
+        plan.epsilon,
+        0.02,
+        f"plan: \N{GREEK SMALL LETTER EPSILON} = {plan.epsilon:.3g} ",
+        transform=axes.get_xaxis_transform(),
+        ha="right",
+        color="gray",
+    )
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"\N{GREEK SMALL LETTER EPSILON} spent, at \N{GREEK SMALL LETTER DELTA} = {plan.delta:g}")
+    axes.set_ylabel("test accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+    axes.grid(alpha=0.3)
+    title = f"{config.dataset}, {config.model}: {accuracies[-1]:.1f}% after {history[-1].step} of {plan.steps} steps"
+    if config.seeded:
+        title += "\nNOT PRIVATE: the noise is seeded"
+    axes.set_title(title, fontsize="medium", color="tab:red" if config.seeded else "black")
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))
