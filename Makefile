@@ -3,6 +3,8 @@
 #   make PYTHON=python3.12   the Python of .venv, where `python3` is not the right one
 
 PYTHON ?= python3
+# Looked up before .venv/bin is on PATH.
+BASE_PYTHON := $(shell command -v $(PYTHON))
 BIN := .venv/bin
 STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -44,8 +46,8 @@ clean: ## Remove everything that make made, except runs/
 # A stamp is newer than all that its step depends on.
 
 $(STAMPS)/environment: tools/environment.py
-	@command -v $(PYTHON) >/dev/null || { echo "dpkernels: no Python: '$(PYTHON)' is not on PATH" >&2; exit 1; }
-	@$(PYTHON) tools/environment.py .venv
+	@test -n "$(BASE_PYTHON)" || { echo "dpkernels: no Python: '$(PYTHON)' is not on PATH" >&2; exit 1; }
+	@$(BASE_PYTHON) tools/environment.py .venv
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/build: $(STAMPS)/environment pyproject.toml setup.py $(shell find csrc -type f)

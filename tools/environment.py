@@ -132,7 +132,7 @@ def install_torch(python):
             return True
         say("pip is told of none; asking uv, which knows where PyTorch keeps its CPU builds")
         if succeeds(*pip, "--quiet", "uv") and succeeds(
-            python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend", "cpu", TORCH
+            python, "-m", "uv", "pip", "install", "--python", python, "--no-cache", "--torch-backend", "cpu", TORCH
         ):
             return True
         say("no CPU build was found; taking pip's default build, which may be several GB")
@@ -140,12 +140,13 @@ def install_torch(python):
 
 
 def install_build_tools(python):
-    """What pyproject.toml's [build-system] requires, in this environment itself, so that ninja is on its PATH."""
+    """What pyproject.toml's [build-system] requires. Builds look for ninja on the PATH, so it is installed here even
+    where a shared environment has it."""
     with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as project:
         requires = ast.literal_eval(re.search(r"^requires = (\[.*\])$", project.read(), re.MULTILINE).group(1))
-    return succeeds(
-        *(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--ignore-installed"), *requires
-    )
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    ninja = os.path.join(os.path.dirname(python), "ninja")
+    return succeeds(*pip, *requires) and (os.path.exists(ninja) or succeeds(*pip, "--ignore-installed", "ninja"))
 
 
 def main():
