@@ -1,0 +1,1 @@
+"""Measurements: `kernels.py` times one operator at a time."""

@@ -1,0 +1,27 @@
+"""The linear layers of the baseline models, and one on a sequence."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from benchmarks.entry import Entry, size
+from benchmarks.models import layers
+
+
+def entries() -> Iterator[Entry]:
+    shapes = [(seen.label, seen.input_shape[0], 1, *seen.module.weight.shape) for seen in layers(nn.Linear)]
+    shapes.append(("sequence", 32, 128, 512, 256))
+    for label, batch, positions, d, p in shapes:
+        case = f"{label}: [{batch}, {positions}] {p} -> {d}"
+        a, g = torch.randn(batch, positions, p), torch.randn(batch, positions, d)
+        weights = torch.rand(batch, dtype=torch.float64)
+        norm_flops = 2 * batch * (p + d) if positions == 1 else 2 * batch * positions * p * d
+        yield Entry("linear_squared_norms", case, lambda a=a, g=g: ((a, g), {}), norm_flops, size(a, g, weights))
+        yield Entry(
+            "linear_clipped_sums",
+            case,
+            lambda a=a, g=g, weights=weights: ((a, g, weights), {}),
+            2 * batch * positions * p * d,
+            size(a, g, weights) + 8 * d * (p + 1),
+        )
