@@ -13,12 +13,12 @@ from dpkernels.optim import DPSGD, DPAdam, DPAdamW, DPOptimizer
 
 __version__ = "0.1.0"
 
-__all__ = [  # noqa: RUF022  (sorted as Python sorts)
+__all__ = [
+    "DPSGD",
     "ClippedSum",
     "DPAdam",
     "DPAdamW",
     "DPOptimizer",
-    "DPSGD",
     "GhostClipper",
     "Plan",
     "PoissonLoader",

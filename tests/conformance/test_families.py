@@ -22,6 +22,8 @@ PLACES = {
     "ops": "dpkernels/ops/{}.py",
     "reference": "dpkernels/reference/{}.py",
     "test": "tests/ops/test_{}.py",
+    "C++ test": "tests/cpp/test_{}.cpp",
+    "benchmark": "benchmarks/operators/{}.py",
 }
 NO_FAMILY = {"common", "host"}
 
@@ -42,10 +44,12 @@ def family_violations(root: Path) -> list[str]:
     folders = {path.name for path in (root / "csrc").iterdir() if path.is_dir()} - NO_FAMILY
     modules = {path.stem for path in (root / "dpkernels" / "ops").glob("*.py") if not path.stem.startswith("_")}
     references = {path.stem for path in (root / "dpkernels" / "reference").glob("*.py") if path.stem[0] != "_"}
+    benchmarks = {path.stem for path in (root / "benchmarks" / "operators").glob("*.py") if path.stem[0] != "_"}
     for where, names in {
         "csrc": folders,
         "dpkernels/ops": modules,
         "dpkernels/reference": references,
+        "benchmarks/operators": benchmarks,
     }.items():
         found += [f"{where} has {name}, which csrc/families.txt does not list" for name in sorted(names - set(listed))]
     return found
@@ -156,6 +160,7 @@ def test_a_family_that_is_not_listed_is_found(tmp_path: Path) -> None:
         "csrc has conv",
         "dpkernels/ops has conv",
         "dpkernels/reference has conv",
+        "benchmarks/operators has conv",
     ]
 
 

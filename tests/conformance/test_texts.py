@@ -109,10 +109,12 @@ def test_public_names_have_docstrings(name: str) -> None:
         assert not found, "\n".join(["", *found])
 
 
-def test_front_door_names_what_it_exports() -> None:
-    assert dpkernels.__all__ == sorted(set(dpkernels.__all__)), "__all__ of dpkernels is not sorted"
+def test_front_door() -> None:
     missing = [name for name in dpkernels.__all__ if not hasattr(dpkernels, name)]
     assert not missing
+    assert len(set(dpkernels.__all__)) == len(dpkernels.__all__)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{dpkernels.__version__}"' in project, "dpkernels.__version__ is not pyproject.toml's version"
 
 
 def test_planted_texts_are_found(tmp_path: Path) -> None:
