@@ -26,7 +26,8 @@ namespace {
 
 constexpr bool kWide = DPK_VECTOR_BYTES == 64;  // 32 vector registers instead of 16
 constexpr int64_t kTileRows = kWide ? 8 : 4;    // outputs in a register tile
-constexpr int64_t kTileVecs = 3;  // vectors of inputs in a register tile: 8x3 or 4x3 accumulators, no spill
+constexpr int64_t kTileVecs = 3;   // vectors of inputs in a register tile: 8x3 or 4x3 accumulators, no spill
+constexpr int64_t kPrefetch = 64;  // columns ahead: packing walks down many rows, one page each
 
 // acc[i][v] = sum_k g[k, i] * a[k, v]; g: [depth, kTileRows] packed, a: [depth, kTileVecs * lanes] packed.
 template <typename A>
@@ -39,23 +40,29 @@ inline void tile_product(const A* g, const A* a, int64_t depth, Vec<A> (&acc)[kT
   }
 }
 
-// Copies columns first <= c < first + width of a row-major [rows, columns] matrix into a [kept, width] panel, zero
-// beyond the last column. With row_weights, rows of weight 0 are left out (they may hold NaN) and the others multiplied
-// if scale is set.
-template <typename T, typename A>
-inline int64_t pack(const T* source, int64_t rows, int64_t columns, int64_t first, int64_t width, A* panel,
-                    const double* row_weights = nullptr, bool scale = false) {
-  const int64_t used = std::clamp<int64_t>(columns - first, 0, width);
-  int64_t kept = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    if (row_weights && row_weights[r] == 0) continue;
-    const T* row = source + r * columns + first;
-    A* to = panel + kept++ * width;
-    const A factor = scale ? static_cast<A>(row_weights[r]) : A(1);
-    for (int64_t c = 0; c < used; ++c) to[c] = static_cast<A>(row[c]) * factor;
-    for (int64_t c = used; c < width; ++c) to[c] = 0;
+// Copies columns first <= c < first + kWidth of the given rows of a matrix into a [rows, kWidth] panel, times the rows'
+// scale if there is one; zero beyond the last column.
+template <int64_t kWidth, typename T, typename A>
+inline void pack(const T* const* rows, int64_t count, int64_t columns, int64_t first, A* panel,
+                 const double* scale = nullptr) {
+  const int64_t used = std::min(kWidth, columns - first);
+  for (int64_t r = 0; r < count; ++r, panel += kWidth) {
+    const T* row = rows[r] + first;
+    __builtin_prefetch(row + kPrefetch);
+    const A factor = scale ? static_cast<A>(scale[r]) : A(1);
+    if (used == kWidth) {  // a constant count: straight vector code
+      for (int64_t c = 0; c < kWidth; ++c) panel[c] = static_cast<A>(row[c]) * factor;
+    } else {
+      for (int64_t c = 0; c < kWidth; ++c) panel[c] = c < used ? static_cast<A>(row[c]) * factor : A(0);
+    }
   }
-  return kept;
+}
+
+template <typename T>
+inline std::vector<const T*> row_pointers(const T* matrix, int64_t rows, int64_t columns) {
+  std::vector<const T*> pointers(rows);
+  for (int64_t r = 0; r < rows; ++r) pointers[r] = matrix + r * columns;
+  return pointers;
 }
 
 // Squared norm of sum_t g_t a_t^T with products accumulated in A.
@@ -63,12 +70,13 @@ template <typename T, typename A>
 double direct_squared_norm(const T* a, const T* g, int64_t positions, int64_t p, int64_t d) {
   constexpr int64_t kWidth = kTileVecs * kLanes<A>;
   const int64_t row_tiles = (d + kTileRows - 1) / kTileRows;
+  const auto a_rows = row_pointers(a, positions, p), g_rows = row_pointers(g, positions, d);
   std::vector<A> g_panels(row_tiles * positions * kTileRows), a_panel(positions * kWidth);
   for (int64_t i = 0; i < row_tiles; ++i)
-    pack(g, positions, d, i * kTileRows, kTileRows, g_panels.data() + i * positions * kTileRows);
+    pack<kTileRows>(g_rows.data(), positions, d, i * kTileRows, g_panels.data() + i * positions * kTileRows);
   double total = 0;
   for (int64_t first = 0; first < p; first += kWidth) {
-    pack(a, positions, p, first, kWidth, a_panel.data());
+    pack<kWidth>(a_rows.data(), positions, p, first, a_panel.data());
     for (int64_t i = 0; i < row_tiles; ++i) {
       Vec<A> acc[kTileRows][kTileVecs] = {};
       tile_product<A>(g_panels.data() + i * positions * kTileRows, a_panel.data(), positions, acc);
@@ -146,52 +154,61 @@ void squared_norms(const LinearNormParams<T>& q, int64_t begin, int64_t end) {
 }
 
 constexpr int64_t kSumWidth = kTileVecs * kLanes<double>;  // inputs of a register tile
-constexpr int64_t kSumColumns = 5 * kSumWidth;  // inputs of a task: whole cache lines of every row that it reads
-constexpr int64_t kSumRows = 64;                // outputs of a task
-constexpr int64_t kSumDepth = 128;              // rows packed at a time: both panels stay in the second-level cache
+constexpr int64_t kSumColumns = 240;                       // inputs of a task: a long run of every row that it reads
+constexpr int64_t kSumRows = 64;                           // outputs of a task: its sum stays in the second-level cache
+constexpr int64_t kSumDepth = 32;  // rows at a time: no more pages than the first-level TLB holds
+static_assert(kSumColumns % kSumWidth == 0 && kSumRows % kTileRows == 0);
 
-inline int64_t sum_column_tasks(int64_t p) { return p / kSumColumns + 1; }  // of p + 1 columns
+inline int64_t sum_column_tasks(int64_t p) { return std::max<int64_t>(1, (p + kSumColumns - 1) / kSumColumns); }
 
-// The bias is column p of the weight, with an activation of 1.
+// Adds to sum [kSumRows, kSumColumns] the products of `depth` rows.
+template <typename T>
+void add_products(const T* const* a_rows, const double* g_panels, int64_t depth, int64_t p, int64_t column0,
+                  int64_t columns, int64_t tiles, double* a_panel, double* sum) {
+  for (int64_t j = 0; j < columns; j += kSumWidth) {
+    pack<kSumWidth>(a_rows, depth, p, column0 + j, a_panel);
+    for (int64_t i = 0; i < tiles; ++i) {
+      Vec<double> acc[kTileRows][kTileVecs] = {};
+      tile_product<double>(g_panels + i * kSumDepth * kTileRows, a_panel, depth, acc);
+      for (int64_t y = 0; y < kTileRows; ++y)
+        for (int64_t v = 0; v < kTileVecs; ++v) {
+          double* to = sum + (i * kTileRows + y) * kSumColumns + j + v * kLanes<double>;
+          store<double>(to, load<double>(to) + acc[y][v]);
+        }
+    }
+  }
+}
+
 template <typename T>
 void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
-  const int64_t p = q.in_features, d = q.out_features, rows = q.batch * q.positions;
-  const int64_t last_column = p + (q.bias_sum ? 1 : 0), column_tasks = sum_column_tasks(p);
-  std::vector<double> a_panel(kSumDepth * kSumWidth), g_panels(kSumDepth * kSumRows), sum(kSumRows * kSumColumns),
-      weight(kSumDepth);
+  const int64_t p = q.in_features, d = q.out_features, rows = q.batch * q.positions, column_tasks = sum_column_tasks(p);
+  std::vector<double> a_panel(kSumDepth * kSumWidth), g_panels(kSumDepth * kSumRows), sum(kSumRows * kSumColumns);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t row0 = task / column_tasks * kSumRows, column0 = task % column_tasks * kSumColumns;
-    const int64_t task_rows = std::min(kSumRows, d - row0), task_columns = std::min(kSumColumns, last_column - column0);
-    if (task_columns <= 0 || (!q.weight_sum && column0 + task_columns <= p)) continue;
+    const int64_t task_rows = std::min(kSumRows, d - row0), tiles = (task_rows + kTileRows - 1) / kTileRows;
+    const int64_t columns = q.weight_sum ? std::min(kSumColumns, p - column0) : 0;
+    double* bias_sum = q.bias_sum && column0 == 0 ? q.bias_sum + row0 : nullptr;
+    if (bias_sum) std::fill_n(bias_sum, task_rows, 0.);
     std::fill(sum.begin(), sum.end(), 0.);
-    for (int64_t r = 0; r < rows; r += kSumDepth) {
-      const int64_t depth = std::min(kSumDepth, rows - r);
-      for (int64_t k = 0; k < depth; ++k) weight[k] = q.weights[(r + k) / q.positions];
-      for (int64_t i = 0; i < task_rows; i += kTileRows)
-        pack(q.output_grads + r * d, depth, d, row0 + i, kTileRows, g_panels.data() + i * kSumDepth, weight.data(),
-             true);
-      for (int64_t j = 0; j < task_columns; j += kSumWidth) {
-        const int64_t kept =
-            pack(q.activations + r * p, depth, p, column0 + j, kSumWidth, a_panel.data(), weight.data());
-        if (const int64_t bias = p - column0 - j; 0 <= bias && bias < kSumWidth)
-          for (int64_t k = 0; k < kept; ++k) a_panel[k * kSumWidth + bias] = 1;
-        for (int64_t i = 0; i < task_rows; i += kTileRows) {
-          Vec<double> acc[kTileRows][kTileVecs] = {};
-          tile_product<double>(g_panels.data() + i * kSumDepth, a_panel.data(), kept, acc);
-          for (int64_t y = 0; y < kTileRows; ++y)
-            for (int64_t v = 0; v < kTileVecs; ++v) {
-              double* to = sum.data() + (i + y) * kSumColumns + j + v * kLanes<double>;
-              store<double>(to, load<double>(to) + acc[y][v]);
-            }
-        }
+    for (int64_t r = 0; r < rows;) {
+      const T *a_rows[kSumDepth], *g_rows[kSumDepth];
+      double weight[kSumDepth];
+      int64_t depth = 0;
+      for (; r < rows && depth < kSumDepth; ++r) {
+        if (q.weights[r / q.positions] == 0) continue;  // skipped: it may hold NaN
+        a_rows[depth] = q.activations + r * p;
+        g_rows[depth] = q.output_grads + r * d;
+        weight[depth++] = q.weights[r / q.positions];
       }
+      for (int64_t i = 0; i < tiles; ++i)
+        pack<kTileRows>(g_rows, depth, d, row0 + i * kTileRows, g_panels.data() + i * kSumDepth * kTileRows, weight);
+      add_products(a_rows, g_panels.data(), depth, p, column0, columns, tiles, a_panel.data(), sum.data());
+      if (!bias_sum) continue;
+      for (int64_t k = 0; k < depth; ++k)
+        for (int64_t i = 0; i < task_rows; ++i) bias_sum[i] += weight[k] * static_cast<double>(g_rows[k][row0 + i]);
     }
-    const int64_t weight_columns = q.weight_sum ? std::min(task_columns, p - column0) : 0;
-    for (int64_t i = 0; i < task_rows; ++i) {
-      const double* from = sum.data() + i * kSumColumns;
-      if (weight_columns > 0) std::copy_n(from, weight_columns, q.weight_sum + (row0 + i) * p + column0);
-      if (q.bias_sum && p < column0 + task_columns) q.bias_sum[row0 + i] = from[p - column0];
-    }
+    for (int64_t i = 0; columns > 0 && i < task_rows; ++i)
+      std::copy_n(sum.data() + i * kSumColumns, columns, q.weight_sum + (row0 + i) * p + column0);
   }
 }
 
