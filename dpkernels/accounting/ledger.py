@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +30,10 @@ if TYPE_CHECKING:
 
 FORMAT = "dpkernels-ledger"
 VERSION = 1
-BLOCK = 16
-"""Steps reserved by one write. A kill wastes at most so many; a write costs a few milliseconds."""
+SECONDS_AHEAD = 0.5
+"""One write reserves the steps of about so much training: that is what a kill wastes, and a write takes
+milliseconds."""
+MAX_BLOCK = 256
 
 
 class BudgetExceededError(RuntimeError):
@@ -75,6 +80,8 @@ class Ledger:
         self._owner = os.getpid()
         self._lock: _Lock | None = None
         self._closed = False
+        self._block, self._reserved_at = 1, -math.inf
+        self._allowance: dict[tuple[tuple[Event, ...], Event], int] = {}
         if self._path is not None:
             self._lock = _Lock(self._path)
             try:
@@ -101,10 +108,8 @@ class Ledger:
         self._check(event)
         if event.count != 1:
             raise ValueError(f"event must be one step, got count={event.count}")
-        single = event
-        last = self._entries[-1] if self._entries else None
-        if not (self._ahead and last and last.is_step and last.event.times(1) == single):
-            self._reserve(single)
+        if not (self._ahead and self._entries[-1].event.times(1) == event):
+            self._reserve(event)
         self._ahead -= 1
         return self.reserved - self._ahead - 1
 
@@ -115,36 +120,63 @@ class Ledger:
         """
         self._check(event)
         entries = _append(self._used(), Entry(str(what), event, False))
-        self._guard(entries)
+        excess = self._excess(entries)
+        if excess > 0 and self._budget is not None:
+            raise BudgetExceededError(
+                f"{what} would bring epsilon {excess:.3g} above the plan's {self._budget.epsilon:.6g} at "
+                f"delta={self._budget.delta:g}; nothing was released"
+            )
         self._save(entries, 0)
 
     def _reserve(self, single: Event) -> None:
+        """Write a block of steps ahead, as many as are used up in about ``SECONDS_AHEAD``."""
         used = self._used()
-        if self._budget is not None and self.steps >= self._budget.steps:
-            raise BudgetExceededError(f"the plan's {self._budget.steps} steps are spent; nothing was released")
-        self._guard(_append(used, Entry(_STEP, single, True)))
-        block = 1 if self._path is None else self._largest_block(used, single)
+        left = self._most_steps(single) - sum(e.event.count for e in used if e.is_step and e.event.times(1) == single)
+        now = time.monotonic()
+        self._block = (
+            max(1, self._block // 2) if now - self._reserved_at > SECONDS_AHEAD else min(2 * self._block, MAX_BLOCK)
+        )
+        block = 1 if self._path is None else min(self._block, left)
         self._save(_append(used, Entry(_STEP, single.times(block), True)), block)
+        self._reserved_at = now
 
-    def _largest_block(self, used: list[Entry], single: Event) -> int:
-        """As many steps as a block holds, and no more than the budget allows."""
-        if self._budget is None:
-            return BLOCK
-        block = min(BLOCK, self._budget.steps - self.steps)
-        while block > 1 and not _within(_append(used, Entry(_STEP, single.times(block), True)), self._budget.events):
-            block //= 2
-        return block
+    def _most_steps(self, single: Event) -> int:
+        """How many training steps like ``single`` the budget allows in all, next to what else was spent.
 
-    def _guard(self, entries: list[Entry]) -> None:
+        Raises BudgetExceededError where they are used up already.
+        """
+        budget = self._budget
+        if budget is None:
+            return sys.maxsize
+        others = [entry for entry in self._used() if not (entry.is_step and entry.event.times(1) == single)]
+        key = (tuple(entry.event for entry in others), single)
+        if key not in self._allowance:
+            most = budget.steps - sum(entry.event.count for entry in others if entry.is_step)
+
+            def excess(count: int) -> float:
+                return self._excess([*others, Entry(_STEP, single.times(count), True)] if count else others)
+
+            low, high = 0, most
+            if most > 0 and excess(most) <= 0:
+                low = most
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if excess(middle) <= 0 else (low, middle)
+            self._allowance[key] = low
+        used = self.steps - sum(entry.event.count for entry in others if entry.is_step)
+        if used >= self._allowance[key]:
+            raise BudgetExceededError(
+                f"the plan allows {self._allowance[key]} steps of this kind (epsilon {budget.epsilon:.6g} at "
+                f"delta={budget.delta:g}), and {used} are spent; nothing was released"
+            )
+        return self._allowance[key]
+
+    def _excess(self, entries: Sequence[Entry]) -> float:
+        """By how much epsilon of ``entries`` exceeds the budget's."""
         budget = self._budget
         if budget is None or _within(entries, budget.events):
-            return
-        spent = _bound([entry.event for entry in entries], budget.delta, budget.accountant).upper
-        if spent > budget.epsilon:
-            raise BudgetExceededError(
-                f"the release would bring epsilon to {spent:.6g} at delta={budget.delta:g}, and the plan allows "
-                f"{budget.epsilon:.6g} ({budget.steps} steps, {self.steps} spent); nothing was released"
-            )
+            return 0.0
+        return _bound([entry.event for entry in entries], budget.delta, budget.accountant).upper - budget.epsilon
 
     # ---- reading
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 import textwrap
 from collections.abc import Sequence
@@ -48,22 +49,20 @@ def statement(
     else:
         lines.append(f"({_rounded_up(bound.upper)}, {delta:g})-differentially private.")
     lines.append(
-        "Unit of privacy: one example. Neighbouring data sets: one example added or removed; replacing one counts as "
-        "both, at about twice the epsilon."
+        "Unit of privacy: one example. Neighbouring data sets: one example added or removed (its record zeroed). "
+        "Replacing one is both, and costs (2 epsilon, (1 + e^epsilon) delta)."
     )
     if planned is not None:
         lines.append(
             f"Sampling: each step draws each of {planned.dataset_size} examples (a public number) independently "
             f"with probability {planned.batch_size}/{planned.dataset_size} (Poisson), expected batch "
-            f"{planned.batch_size}; {planned.steps} steps."
+            f"{planned.batch_size}; {planned.steps} steps planned."
         )
     lines.append("Mechanisms:" if events else "Mechanisms: none, nothing was released.")
     named = releases or [("", event) for event in events]
     lines += [f"  - {what + ': ' if what else ''}{event}" for what, event in named]
-    lines.append(
-        f"Accounting: epsilon <= {bound.upper:.6g} by {bound.method}; "
-        f"no accountant can prove less than {bound.lower:.6g}."
-    )
+    proven = f"; no accountant can prove less than {bound.lower:.6g}" if 0 < bound.lower < math.inf else ""
+    lines.append(f"Accounting: epsilon <= {bound.upper:.6g} by {bound.method}, numerical errors included{proven}.")
     lines += [f"  - {note}" for note in bound.notes]
     if planned is not None:
         quoted = f"({_rounded_up(planned.epsilon)}, {planned.delta:g})"
@@ -84,7 +83,4 @@ def statement(
 
 def _rounded_up(epsilon: float) -> str:
     """Four significant digits, never below the value."""
-    if epsilon == 0.0:
-        return "0"
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 3)
-    return f"{math.ceil(epsilon / unit - 1e-9) * unit:.4g}"
+    return f"{float(decimal.Context(prec=4, rounding=decimal.ROUND_CEILING).create_decimal_from_float(epsilon)):g}"

@@ -1,5 +1,6 @@
 """The ledger: on disk before it is spent, never twice, never beyond the plan."""
 
+import contextlib
 import copy
 import json
 import os
@@ -19,12 +20,15 @@ from dpkernels.accounting import (
     bound,
     plan,
 )
+from dpkernels.accounting import ledger as ledger_module
 
 STEP = SampledGaussian(1.0, 0.01)
 
 
 def small_plan(steps=40, **more):
-    return plan(dataset_size=1000, batch_size=10, steps=steps, delta=1e-5, noise_multiplier=1.0, **more)
+    """Accounted by Rényi divergences, which is fast."""
+    run = {"dataset_size": 1000, "batch_size": 10, "delta": 1e-5, "noise_multiplier": 1.0, "accountant": "rdp"}
+    return plan(steps=steps, **run, **more)
 
 
 def test_indices_count_up_and_events_are_what_was_used(tmp_path):
@@ -79,13 +83,40 @@ def test_the_plan_is_a_guard(tmp_path):
                 assert (ledger.events(), path and path.read_bytes()) == before
 
 
-def test_the_guard_accounts_for_other_mechanisms(tmp_path):
-    with Ledger(tmp_path / "ledger.json", budget=small_plan(20)) as ledger:
+def test_the_guard_accounts_for_other_mechanisms(monkeypatch):
+    """What the plan does not list has to fit into its epsilon; the steps that are left are worked out once."""
+    calls = []
+    account = ledger_module._bound
+    monkeypatch.setattr(ledger_module, "_bound", lambda *query: calls.append(query) or account(*query))
+    budget = small_plan(20)
+    with Ledger(budget=budget) as ledger:
         ledger.record(Gaussian(50.0), "normalization")  # cheap: fits because no step has been made yet
-        with pytest.raises(BudgetExceededError):
+        with pytest.raises(BudgetExceededError, match="allows 0 steps"):
             ledger.reserve_step(SampledGaussian(0.3, 0.01))
-        for _ in range(5):
-            ledger.reserve_step(STEP)
+        with contextlib.suppress(BudgetExceededError):
+            for _ in range(20):
+                ledger.reserve_step(STEP)
+        assert 0 < ledger.steps < 20
+        assert ledger.bound(budget.delta, "rdp").upper <= budget.epsilon
+        assert bound([*ledger.events(), STEP], budget.delta, "rdp").upper > budget.epsilon
+        assert len(calls) < 20
+
+
+def test_steps_are_reserved_for_half_a_second_ahead(tmp_path, monkeypatch):
+    """Fast steps are written in growing blocks, slow ones one by one: a kill wastes little of either."""
+    now = 0.0
+    monkeypatch.setattr(ledger_module.time, "monotonic", lambda: now)
+    with Ledger(tmp_path / "ledger.json") as ledger:
+        written = []
+        for seconds, steps in ((0.001, 600), (10.0, 600)):
+            for _ in range(steps):
+                now += seconds
+                ledger.reserve_step(STEP)
+                written.append(ledger.reserved)
+        fast, slow = written[:600], written[600:]
+        assert len(set(fast)) <= 10  # 1 + 2 + 4 + ... reaches 600 in ten blocks
+        assert max(ahead - step for step, ahead in enumerate(fast)) <= ledger_module.MAX_BLOCK
+        assert slow[-100:] == list(range(1101, 1201))
 
 
 def test_the_plan_allows_what_it_composes_with():
@@ -94,7 +125,7 @@ def test_the_plan_allows_what_it_composes_with():
         ledger.record(Gaussian(8.0, 2), "normalization")
         for _ in range(3):
             ledger.reserve_step(STEP)
-        assert ledger.epsilon(budget.delta) == budget.epsilon
+        assert ledger.bound(budget.delta, "rdp").upper == budget.epsilon
 
 
 def test_one_live_owner(tmp_path):

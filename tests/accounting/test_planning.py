@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from dpkernels.accounting import Gaussian, Plan, SampledGaussian, bound, epsilon, noise_multiplier, plan
+from dpkernels.accounting import (
+    Gaussian,
+    Ledger,
+    Plan,
+    SampledGaussian,
+    bound,
+    epsilon,
+    noise_multiplier,
+    plan,
+    statement,
+)
 
 RUN = {"dataset_size": 60_000, "batch_size": 512, "delta": 1e-5}
 
@@ -75,23 +85,62 @@ def test_zero_noise_is_not_private():
     assert math.isinf(bound([Gaussian(0.0)], 1e-5, "rdp").upper)
 
 
-def test_the_statement():
-    text = str(plan(**RUN, steps=100, noise_multiplier=1.0, compose_with=[Gaussian(8.0, 2)]))
+def flat(text):
+    assert max(map(len, text.splitlines())) <= 110
+    return " ".join(text.split())
+
+
+def test_the_plans_statement():
+    text = flat(str(plan(**RUN, steps=100, noise_multiplier=1.0, compose_with=[Gaussian(8.0, 2)])))
     for words in (
-        "differentially private",
-        "1e-05",
+        "1e-05)-differentially private",
+        "Unit of privacy: one example",
         "one example added or removed",
-        "Poisson",
-        "512/60000",
-        "100 steps",
+        "each of 60000 examples (a public number) independently with probability 512/60000 (Poisson)",
+        "100 steps planned",
         "Gaussian mechanism, noise multiplier 8, 2 times",
+        "Poisson-subsampled Gaussian mechanism, noise multiplier 1, sampling rate 0.00853333, 100 times",
+        "numerical errors included; no accountant can prove less than",
+        "pld: epsilon <=",
         "rdp: epsilon <=",
-        "Not covered",
+        "not the smaller epsilon of the steps it made",
         "hyper-parameters",
         "test set",
-        "seeded",
+        "second copy of the run folder",
+        "seeded generator",
     ):
-        assert words in " ".join(text.split())
+        assert words in text
+
+
+def test_the_ledgers_statement_names_what_touched_the_data():
+    made = plan(**RUN, steps=100, noise_multiplier=1.0, compose_with=[Gaussian(8.0, 2)])
+    with Ledger(budget=made) as ledger:
+        ledger.record(Gaussian(8.0, 2), "normalization")
+        ledger.reserve_step(made.step_event)
+        text = flat(ledger.statement(1e-11))
+    assert "normalization: Gaussian mechanism, noise multiplier 8, 2 times" in text
+    assert "training step: Poisson-subsampled Gaussian mechanism" in text
+    assert "delta below 1e-10 rests on ideal mechanisms" in text
+    assert "NOT PRIVATE" not in text
+    quoted = text[text.index("costs the plan's (") + len("costs the plan's (") :].split(",")[0]
+    assert made.epsilon <= float(quoted) <= made.epsilon * 1.001
+
+
+def test_statements_of_what_is_not_private():
+    with Ledger() as ledger:
+        assert "none, nothing was released" in ledger.statement(1e-5)
+        ledger.record(Gaussian(0.0), "statistics")
+        assert ledger.statement(1e-5).startswith("NOT PRIVATE: a release without noise")
+    with Ledger(seeded=True) as ledger:
+        assert ledger.statement(1e-5).startswith("NOT PRIVATE: the noise came from a seeded generator")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(3.0, "3"), (2.99951, "3"), (1.00001, "1.001"), (0.1, "0.1001"), (0.0, "0"), (12345.6, "12350")],
+)
+def test_epsilon_is_rounded_up(value, shown):
+    assert statement._rounded_up(value) == shown
 
 
 def test_delta_of_one_over_n_warns():
