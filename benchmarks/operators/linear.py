@@ -17,6 +17,11 @@ def entries() -> Iterator[Entry]:
         a, g = torch.randn(batch, positions, p), torch.randn(batch, positions, d)
         weights = torch.rand(batch, dtype=torch.float64)
         norm_flops = 2 * batch * (p + d) if positions == 1 else 2 * batch * positions * p * d
+        if positions == 1:
+            w, reads = torch.randn(d, p), size(a, g)
+            yield Entry(
+                "linear_forward", case, lambda a=a[:, 0], w=w: ((a, w, None), {}), 2 * batch * p * (d + 1), reads
+            )
         yield Entry("linear_squared_norms", case, lambda a=a, g=g: ((a, g), {}), norm_flops, size(a, g, weights))
         yield Entry(
             "linear_clipped_sums",

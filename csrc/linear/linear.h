@@ -25,6 +25,20 @@ struct LinearSumParams {
   int64_t batch, positions, in_features, out_features;
 };
 
+template <typename T>
+struct LinearForwardParams {
+  const T* activations;  // [rows, in_features]
+  const T* weight;       // [out_features, in_features]
+  const T* bias;         // [out_features] or null
+  T* outputs;            // [rows, out_features]
+  double* squared_rows;  // [rows], squared norms of the activations
+  int64_t in_features, out_features;
+};
+
+// Outputs and squared row norms of the rows begin <= r < end, from one read of the activations.
+template <typename T>
+void linear_forward_cpu(const LinearForwardParams<T>& params, int64_t begin, int64_t end);
+
 // Squared gradient norms of the examples begin <= b < end, rounded upward.
 template <typename T>
 void linear_squared_norms_cpu(const LinearNormParams<T>& params, int64_t begin, int64_t end);

@@ -9,6 +9,8 @@
 // Where that term exceeds 1% of a Gram norm the example is recomputed directly, and where it exceeds 1% of a direct
 // norm in float, in double.
 //
+// Forward of a layer with few outputs: its cost is reading the activations, and ||a||^2 is taken from the same read.
+//
 // Clipped sums: sum_b w_b sum_t g_bt a_bt^T, one matrix product over all rows in double. Products of two floats are
 // exact in double, so no example's contribution depends on the others beyond 2^-53. A tile of the weight walks over all
 // examples in order: the result does not depend on the number of threads.
@@ -153,6 +155,64 @@ void squared_norms(const LinearNormParams<T>& q, int64_t begin, int64_t end) {
   }
 }
 
+constexpr int64_t kForwardRows = kWide ? 8 : 4;  // rows of a register tile of dot products
+constexpr int64_t kForwardOutputs = 3;           // outputs of it: 8x3 or 4x3 accumulators
+constexpr int64_t kForwardDepth =
+    4096 / sizeof(float);  // inputs at a time: the tile's rows stay in the first-level cache
+
+// totals[r, j] += sum over n inputs of rows[r] * weight[j] for kRows rows and kOutputs outputs.
+template <typename T, int64_t kRows, int64_t kOutputs>
+inline void add_dots(const T* const* rows, const T* weight, int64_t stride, int64_t n, double* totals,
+                     int64_t totals_stride) {
+  Vec<T> acc[kRows][kOutputs] = {};
+  const int64_t whole = n - n % kLanes<T>;
+  for (int64_t k = 0; k < whole; k += kLanes<T>) {
+    Vec<T> w[kOutputs];
+    for (int64_t j = 0; j < kOutputs; ++j) w[j] = load<T>(weight + j * stride + k);
+    for (int64_t r = 0; r < kRows; ++r) {
+      const Vec<T> x = load<T>(rows[r] + k);
+      for (int64_t j = 0; j < kOutputs; ++j) acc[r][j] += x * w[j];
+    }
+  }
+  for (int64_t r = 0; r < kRows; ++r)
+    for (int64_t j = 0; j < kOutputs; ++j) {
+      double tail = 0;
+      for (int64_t k = whole; k < n; ++k)
+        tail += static_cast<double>(rows[r][k]) * static_cast<double>(weight[j * stride + k]);
+      totals[r * totals_stride + j] += lane_sum<T>(acc[r][j]) + tail;
+    }
+}
+
+template <typename T, int64_t kRows>
+void forward_rows(const LinearForwardParams<T>& q, int64_t row, double* totals) {
+  const int64_t p = q.in_features, d = q.out_features;
+  for (int64_t r = 0; r < kRows; ++r) {
+    q.squared_rows[row + r] = 0;
+    for (int64_t j = 0; j < d; ++j) totals[r * d + j] = q.bias ? static_cast<double>(q.bias[j]) : 0.;
+  }
+  for (int64_t k = 0; k < p; k += kForwardDepth) {
+    const int64_t n = std::min(kForwardDepth, p - k);
+    const T* rows[kRows];
+    for (int64_t r = 0; r < kRows; ++r) {
+      rows[r] = q.activations + (row + r) * p + k;
+      q.squared_rows[row + r] += sum_of_squares(rows[r], n);
+    }
+    int64_t j = 0;
+    for (; j + kForwardOutputs <= d; j += kForwardOutputs)
+      add_dots<T, kRows, kForwardOutputs>(rows, q.weight + j * p + k, p, n, totals + j, d);
+    for (; j < d; ++j) add_dots<T, kRows, 1>(rows, q.weight + j * p + k, p, n, totals + j, d);
+  }
+  for (int64_t i = 0; i < kRows * d; ++i) q.outputs[row * d + i] = static_cast<T>(totals[i]);
+}
+
+template <typename T>
+void forward(const LinearForwardParams<T>& q, int64_t begin, int64_t end) {
+  std::vector<double> totals(kForwardRows * q.out_features);
+  int64_t row = begin;
+  for (; row + kForwardRows <= end; row += kForwardRows) forward_rows<T, kForwardRows>(q, row, totals.data());
+  for (; row < end; ++row) forward_rows<T, 1>(q, row, totals.data());
+}
+
 constexpr int64_t kSumWidth = kTileVecs * kLanes<double>;  // inputs of a register tile
 constexpr int64_t kSumColumns = 240;                       // inputs of a task: a long run of every row that it reads
 constexpr int64_t kSumRows = 64;                           // outputs of a task: its sum stays in the second-level cache
@@ -216,6 +276,8 @@ void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
 
 void norms(const LinearNormParams<float>& q, int64_t b, int64_t e) { squared_norms(q, b, e); }
 void norms(const LinearNormParams<double>& q, int64_t b, int64_t e) { squared_norms(q, b, e); }
+void outputs(const LinearForwardParams<float>& q, int64_t b, int64_t e) { forward(q, b, e); }
+void outputs(const LinearForwardParams<double>& q, int64_t b, int64_t e) { forward(q, b, e); }
 void sums(const LinearSumParams<float>& q, int64_t b, int64_t e) { clipped_sums(q, b, e); }
 void sums(const LinearSumParams<double>& q, int64_t b, int64_t e) { clipped_sums(q, b, e); }
 int64_t sum_tasks(int64_t p, int64_t d) { return sum_column_tasks(p) * ((d + kSumRows - 1) / kSumRows); }
@@ -235,12 +297,19 @@ void linear_squared_norms_cpu(const LinearNormParams<T>& params, int64_t begin, 
 }
 
 template <typename T>
+void linear_forward_cpu(const LinearForwardParams<T>& params, int64_t begin, int64_t end) {
+  DPK_DISPATCH(outputs, params, begin, end);
+}
+
+template <typename T>
 void linear_clipped_sums_cpu(const LinearSumParams<T>& params, int64_t begin, int64_t end) {
   DPK_DISPATCH(sums, params, begin, end);
 }
 
 template void linear_squared_norms_cpu(const LinearNormParams<float>&, int64_t, int64_t);
 template void linear_squared_norms_cpu(const LinearNormParams<double>&, int64_t, int64_t);
+template void linear_forward_cpu(const LinearForwardParams<float>&, int64_t, int64_t);
+template void linear_forward_cpu(const LinearForwardParams<double>&, int64_t, int64_t);
 template void linear_clipped_sums_cpu(const LinearSumParams<float>&, int64_t, int64_t);
 template void linear_clipped_sums_cpu(const LinearSumParams<double>&, int64_t, int64_t);
 

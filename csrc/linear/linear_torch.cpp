@@ -1,3 +1,4 @@
+#include <optional>
 #include <tuple>
 
 #include "common/torch.h"
@@ -34,6 +35,35 @@ Tensor squared_norms(const Tensor& activations, const Tensor& output_grads, bool
   return result;
 }
 
+std::tuple<Tensor, Tensor> forward(const Tensor& activations, const Tensor& weight, const std::optional<Tensor>& bias) {
+  check_input(activations, "activations", 2, activations.scalar_type());
+  check_input(weight, "weight", 2, activations.scalar_type());
+  check_size(weight.size(1) == activations.size(1), "weight, activations");
+  const int64_t rows = activations.size(0), p = activations.size(1), d = weight.size(0);
+  if (bias) {
+    check_input(*bias, "bias", 1, activations.scalar_type());
+    check_size(bias->size(0) == d, "bias, weight");
+  }
+  Tensor outputs = torch::stable::new_empty(activations, {rows, d});
+  Tensor squared_rows = empty_double(activations, {rows});
+  for_dtype(activations, [&](auto zero) {
+    using T = decltype(zero);
+    const LinearForwardParams<T> params{data<T>(activations),
+                                        data<T>(weight),
+                                        bias ? data<T>(*bias) : nullptr,
+                                        mutable_data<T>(outputs),
+                                        mutable_data<double>(squared_rows),
+                                        p,
+                                        d};
+    // Pieces of whole register tiles, the same for any number of threads: a row's bits depend on its tile's height.
+    constexpr int64_t kPiece = 8;
+    parallel((rows + kPiece - 1) / kPiece, kPiece * p * (d + 1), [&](int64_t begin, int64_t end) {
+      linear_forward_cpu(params, begin * kPiece, std::min(end * kPiece, rows));
+    });
+  });
+  return {outputs, squared_rows};
+}
+
 std::tuple<Tensor, Tensor> clipped_sums(const Tensor& activations, const Tensor& output_grads, const Tensor& weights,
                                         bool weight, bool bias) {
   check(activations, output_grads);
@@ -62,6 +92,7 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& activations, const Tensor&
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
   m.def("linear_squared_norms(Tensor activations, Tensor output_grads, bool weight, bool bias) -> Tensor");
+  m.def("linear_forward(Tensor activations, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
   m.def(
       "linear_clipped_sums(Tensor activations, Tensor output_grads, Tensor weights, bool weight, bool bias) -> "
       "(Tensor, Tensor)");
@@ -69,6 +100,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
   m.impl("linear_squared_norms", TORCH_BOX(&squared_norms));
+  m.impl("linear_forward", TORCH_BOX(&forward));
   m.impl("linear_clipped_sums", TORCH_BOX(&clipped_sums));
 }
 

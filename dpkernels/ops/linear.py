@@ -34,6 +34,36 @@ def linear_squared_norms(
     return torch.ops.dpkernels.linear_squared_norms(*widen(activations, output_grads), weight, bias)
 
 
+def linear_forward(activations: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``activations @ weight.T + bias`` and the squared norm of every row of activations, from one read of them.
+
+    For layers with few outputs, whose cost is that read.
+
+    Args:
+        activations: [rows, in_features], float32 or float64.
+        weight: [out_features, in_features] of the same dtype.
+        bias: [out_features] of the same dtype, or None.
+
+    Returns:
+        [rows, out_features] in the dtype of the inputs, and float64 [rows].
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit.
+    """
+    require_tensor(activations, "activations", "[rows, in_features]")
+    require_tensor(weight, "weight", "[out_features, in_features]")
+    require_size(weight, "weight", 1, activations.size(1), "the in_features of activations")
+    if activations.dtype not in (torch.float32, torch.float64) or weight.dtype != activations.dtype:
+        raise TypeError(
+            f"activations and weight must both be float32 or float64, got {activations.dtype}, {weight.dtype}"
+        )
+    if bias is not None:
+        require_tensor(bias, "bias", "[out_features]")
+        require_size(bias, "bias", 0, weight.size(0), "the out_features of weight")
+        bias = bias.detach().to(activations.dtype).contiguous()
+    return torch.ops.dpkernels.linear_forward(*widen(activations, weight), bias)
+
+
 def linear_clipped_sums(
     activations: Tensor, output_grads: Tensor, weights: Tensor, *, weight: bool = True, bias: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -61,6 +91,12 @@ def linear_clipped_sums(
 @torch.library.register_fake("dpkernels::linear_squared_norms")
 def _(activations: Tensor, output_grads: Tensor, weight: bool, bias: bool) -> Tensor:
     return activations.new_empty(activations.size(0), dtype=torch.float64)
+
+
+@torch.library.register_fake("dpkernels::linear_forward")
+def _(activations: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = activations.size(0)
+    return activations.new_empty(rows, weight.size(0)), activations.new_empty(rows, dtype=torch.float64)
 
 
 @torch.library.register_fake("dpkernels::linear_clipped_sums")

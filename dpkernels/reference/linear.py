@@ -15,6 +15,11 @@ def linear_squared_norms(
     return weight * weight_grads.double().square().sum((1, 2)) + bias * bias_grads.double().square().sum(1)
 
 
+def linear_forward(activations: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    outputs = activations @ weight.T
+    return outputs if bias is None else outputs + bias, activations.double().square().sum(1)
+
+
 def linear_clipped_sums(
     activations: Tensor, output_grads: Tensor, weights: Tensor, *, weight: bool = True, bias: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,7 @@ def transformer() -> nn.Module:
 FLAT, SEQUENCE = (FEATURES,), (4, FEATURES)
 MODELS = {
     "mlp": (mlp, FLAT),
+    "few outputs, many inputs": (lambda: nn.Linear(1100, CLASSES), (1100,)),
     "4-D input": (
         lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Flatten(), nn.Linear(24, CLASSES)),
         (2, 3, FEATURES),

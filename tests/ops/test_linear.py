@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpkernels.ops.linear import linear_clipped_sums, linear_squared_norms
+from dpkernels.ops.linear import linear_clipped_sums, linear_forward, linear_squared_norms
 from dpkernels.reference import linear as reference
 
 SHAPES = [(0, 1, 3, 2), (1, 1, 1, 1), (5, 1, 31, 33), (4, 0, 3, 2), (3, 7, 129, 10), (2, 33, 5, 70), (3, 40, 64, 65)]
@@ -41,6 +41,20 @@ def test_matches_reference(isa: str, shape: tuple[int, ...], dtype: torch.dtype,
         strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2), (1, 1, 1), (5, 31, 33), (33, 1030, 4), (9, 2100, 10), (4, 7, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_matches_reference(isa: str, shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
+    rows, p, d = shape
+    a, w, b = torch.randn(rows, p).to(dtype), torch.randn(d, p).to(dtype), torch.randn(d).to(dtype) if bias else None
+    outputs, squared = linear_forward(a, w, b)
+    expected, expected_squared = reference.linear_forward(a.double(), w.double(), None if b is None else b.double())
+    assert outputs.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(outputs.double(), expected, rtol=tolerance, atol=tolerance * p**0.5)
+    torch.testing.assert_close(squared, expected_squared, rtol=1e-13, atol=0)
 
 
 def test_large_task_grid_and_depth(isa: str) -> None:
@@ -83,7 +97,13 @@ def test_same_bits_for_any_number_of_threads() -> None:
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append((linear_squared_norms(a, g), *linear_clipped_sums(a, g, w)))
+        results.append(
+            (
+                linear_squared_norms(a, g),
+                *linear_clipped_sums(a, g, w),
+                *linear_forward(a[:, 0], g[0, 0, :, None].expand(-1, 300), None),
+            )
+        )
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
@@ -100,6 +120,7 @@ def test_non_contiguous_inputs() -> None:
 def test_opcheck() -> None:
     a, g, w = example(3, 2, 5, 4, torch.float32)
     torch.library.opcheck(torch.ops.dpkernels.linear_squared_norms.default, (a, g, True, False))
+    torch.library.opcheck(torch.ops.dpkernels.linear_forward.default, (a[:, 0].contiguous(), torch.randn(4, 5), None))
     torch.library.opcheck(torch.ops.dpkernels.linear_clipped_sums.default, (a, g, w, True, True))
 
 
