@@ -56,7 +56,11 @@ def _reason(error: Exception, args: argparse.Namespace) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="dpkernels", description="Differentially private training at nearly the price of ordinary.")
+    parser = Parser(
+        prog="dpkernels",
+        description="Differentially private training at nearly the price of ordinary training.",
+        epilog="Exit codes: 0 done, 1 a failed check, 2 bad input, 130 Ctrl-C. DPKERNELS_DEBUG=1 shows tracebacks.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for module in (train, planning, doctor):
         module.add_to(commands)

@@ -66,12 +66,12 @@ def _start(args: argparse.Namespace, given: dict[str, Any], execution: Execution
     try:
         dataset = load_dataset(given["dataset"], args.data_root)
         config = resolve(dataset, given)
+        _announce(args, config, dataset, folder)
         plan = config.plan()
     except BaseException:
         folder.leave()
         raise
     progress = default_progress(args.quiet)
-    _announce(args, config, dataset, folder)
     return train(config, plan, dataset, folder, execution=execution, progress=progress)
 
 
@@ -123,6 +123,8 @@ def _print_result(result: RunResult) -> None:
             f"Stopped after {metrics['steps']} of {metrics['planned_steps']} steps; an unfinished logical batch was "
             f"discarded. Go on with: dpkernels train --resume --out {folder.path}"
         )
+    if metrics["lost_steps"]:
+        print(f"{metrics['lost_steps']} steps were lost when the run was killed; they stay spent.")
     print(f"test accuracy  {metrics['test_accuracy']:.2%}")
     print(f"privacy        epsilon {metrics['epsilon']:.4g} at delta {metrics['delta']:g}")
     print(f"time           {metrics['seconds']:.1f} s, {metrics['steps']} steps")

@@ -231,6 +231,7 @@ class _Run:
             self.config,
             self.plan,
             self.history,
+            updates=self.optimizer.steps,
             seconds=self.seconds,
             statement=self.optimizer.privacy_statement(),
         )

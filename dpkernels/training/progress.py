@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import Protocol
 
@@ -58,8 +59,9 @@ class Bar(Silent):
     """A tqdm bar on the standard error."""
 
     def begin(self, plan: Plan, step: int) -> None:
+        columns, lines = shutil.get_terminal_size()  # tqdm's own shows nothing where a terminal claims to have no size
         self._bar = tqdm(
-            total=plan.steps, initial=step, unit="step", desc=_epoch(plan, step), dynamic_ncols=True, mininterval=0.2
+            desc=_epoch(plan, step), total=plan.steps, initial=step, unit="step", ncols=columns, nrows=lines
         )
         self._plan = plan
 
@@ -75,8 +77,8 @@ class Bar(Silent):
 
 
 def _epoch(plan: Plan, step: int) -> str:
-    epochs = plan.steps * plan.batch_size / plan.dataset_size
-    return f"epoch {step * plan.batch_size // plan.dataset_size}/{epochs:.4g}"
+    done = step * plan.batch_size // plan.dataset_size
+    return f"epoch {done}" + ("" if plan.epochs is None else f"/{plan.epochs:g}")
 
 
 def default_progress(quiet: bool = False) -> Progress:

@@ -33,13 +33,13 @@ def versions() -> dict[str, str]:
 
 
 def metrics(
-    config: TrainConfig, plan: Plan, history: Sequence[EpochResult], *, seconds: float, statement: str
+    config: TrainConfig, plan: Plan, history: Sequence[EpochResult], *, updates: int, seconds: float, statement: str
 ) -> dict[str, Any]:
     """What `metrics.json` holds.
 
     epsilon is the plan's also where the run stopped early: a run that may stop on something it saw costs what it was
-    allowed to spend. epsilon_spent is that of the steps that were made. steps counts what was spent, steps that a kill
-    took away included.
+    allowed to spend. epsilon_spent is that of the steps that were made. steps counts what was spent, lost_steps those
+    of them that a kill took away: `updates` is how many the model has seen.
     """
     last = history[-1]
     return {
@@ -52,6 +52,7 @@ def metrics(
         "sampling_rate": plan.sampling_rate,
         "steps": last.step,
         "planned_steps": plan.steps,
+        "lost_steps": last.step - updates,
         "complete": last.step == plan.steps,
         "seconds": round(seconds, 3),
         "dataset": config.dataset,

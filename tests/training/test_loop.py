@@ -21,7 +21,7 @@ from dpkernels import models
 from dpkernels.accounting import Ledger, LedgerLockedError
 from dpkernels.data import ImageDataset, PoissonLoader
 from dpkernels.random import Key
-from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, accuracy, load_checkpoint, loop
+from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, accuracy, load_checkpoint, loop, report
 from dpkernels.training.interrupt import StopSignal
 
 STEPS = 12
@@ -47,6 +47,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory, digits: ImageDataset, sm
     return loop.train(config, config.plan(), digits, folder)
 
 
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than these runs; the reference run draws."""
+    monkeypatch.setattr(report, "write_plot", lambda path, *_: path.touch())
+
+
 def test_what_a_run_leaves(reference: RunResult, digits: ImageDataset) -> None:
     folder = reference.folder
     metrics = json.loads(folder.metrics.read_text())
@@ -54,6 +60,7 @@ def test_what_a_run_leaves(reference: RunResult, digits: ImageDataset) -> None:
     assert reference.stopped_by is None
     assert metrics["complete"]
     assert metrics["steps"] == metrics["planned_steps"] == STEPS
+    assert metrics["lost_steps"] == 0
     assert 0.5 < metrics["test_accuracy"] <= 1
     assert 0 < metrics["epsilon_spent"] <= metrics["epsilon"] < np.inf
     assert metrics["noise_multiplier"] == 2.0
@@ -173,6 +180,7 @@ def test_a_killed_seeded_run_repeats_the_lost_steps(
     run(config, tmp_path / "run", progress=copy_at(7, tmp_path / "run", tmp_path / "killed"))
     killed = RunFolder(tmp_path / "killed")
     assert load_checkpoint(killed.checkpoint).step == 0
+    killed.checkpoint.with_name(".checkpoint.pt.new").write_bytes(b"killed while this was written")
     again = watcher()
     resumed = run(config, killed.path, resume=True, progress=again)
     assert again.steps == list(range(1, STEPS + 1))
@@ -196,6 +204,7 @@ def test_steps_lost_to_a_kill_stay_spent(
     assert again.steps == list(range(first, plan.steps + 1))
     assert resumed.metrics["complete"]
     assert resumed.metrics["steps"] == plan.steps
+    assert resumed.metrics["lost_steps"] == first - 1
     assert resumed.metrics["epsilon_spent"] <= plan.epsilon
     with Ledger(killed.ledger) as ledger:
         assert ledger.steps == plan.steps
