@@ -294,6 +294,7 @@ def test_epsilon_is_what_was_spent() -> None:
     assert optimizer.epsilon() == pytest.approx(expected, rel=1e-9)
     assert optimizer.epsilon(delta=1e-3) < optimizer.epsilon()
     assert "differentially private" in optimizer.privacy_statement()
+    assert "to delta" in optimizer.privacy_statement().splitlines()[-1]
 
 
 def test_epsilon_needs_a_plan_and_a_loader() -> None:
