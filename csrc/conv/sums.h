@@ -38,42 +38,38 @@ class BlockSum {
       }
       for (int64_t output = 0; output < part.outputs; output += kPanel<A>)
         for (int64_t row = 0; row < part.channels * s.taps(); row += kTileRows)
-          for (int64_t e = begin; e < end; ++e)
-            add_tile(part, input.data() + (e - begin) * input_size, grads.data() + (e - begin) * output_size, row,
-                     output, q.weights[examples[e]], total + row * block.outputs + output);
+          for (int64_t e = begin; e < end; ++e) {
+            const A *x = input.data() + (e - begin) * input_size, *g = grads.data() + (e - begin) * output_size;
+            unfold.tile(x, g, part, row, output, [&](const auto* values) {
+              add_tile(part, row, output, q.weights[examples[e]], values, total + row * block.outputs + output);
+            });
+          }
     }
-  }
-
-  void add_tile(const ConvBlock& part, const A* x, const A* g, int64_t row, int64_t output, double weight,
-                double* total) const {
-    A values[kTile<A>];
-    if (s.positions() <= kDepth) {
-      unfold.product(x, g, part, row, output, 0, s.positions(), values);
-      return add_values(part, row, output, weight, values, total);
-    }
-    // The pieces join before the weight and the other examples: pieces may be large and cancel.
-    double sum[kTile<A>] = {};
-    for (int64_t first = 0; first < s.positions(); first += kDepth) {
-      unfold.product(x, g, part, row, output, first, std::min(kDepth, s.positions() - first), values);
-      for (int64_t i = 0; i < kTile<A>; i += kLanes<double>)
-        store<double>(sum + i, load<double>(sum + i) + load_double(values + i));
-    }
-    add_values(part, row, output, weight, sum, total);
   }
 
   template <typename V>
-  void add_values(const ConvBlock& part, int64_t row, int64_t output, double weight, const V* values,
-                  double* total) const {
+  void add_tile(const ConvBlock& part, int64_t row, int64_t output, double weight, const V* values,
+                double* total) const {
     const int64_t rows = std::min(kTileRows, part.channels * s.taps() - row);
     const int64_t used = std::min(kPanel<A>, part.outputs - output), width = unfold.panel_width(part.outputs, output);
+    if (rows == kTileRows && used == kPanel<A>) {  // sizes that the compiler knows
+      for (int64_t i = 0; i < kTileRows; ++i)
+        for (int64_t j = 0; j < kPanel<A>; j += kLanes<double>)
+          add_vector(weight, values + i * kPanel<A> + j, total + i * block.outputs + j);
+      return;
+    }
     for (int64_t i = 0; i < rows; ++i) {
       double* to = total + i * block.outputs;
       const V* from = values + i * width;
       int64_t j = 0;
-      for (; j + kLanes<double> <= used; j += kLanes<double>)
-        store<double>(to + j, load<double>(to + j) + weight * load_double(from + j));
+      for (; j + kLanes<double> <= used; j += kLanes<double>) add_vector(weight, from + j, to + j);
       for (; j < used; ++j) to[j] += weight * static_cast<double>(from[j]);
     }
+  }
+
+  template <typename V>
+  static void add_vector(double weight, const V* from, double* to) {
+    store<double>(to, load<double>(to) + weight * load_double(from));
   }
 
   const ConvSumParams<T>& q;

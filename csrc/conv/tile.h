@@ -21,7 +21,9 @@ inline void tile_product(const A* x, const int64_t* row_offsets, const int64_t* 
                          A* values) {
   const A* rows[kTileRows];
   for (int64_t i = 0; i < kTileRows; ++i) rows[i] = x + row_offsets[i];
-  Vec<A> acc[kTileRows][kVecs] = {};
+  Vec<A> acc[kTileRows][kVecs];
+  for (int64_t i = 0; i < kTileRows; ++i)
+    for (int64_t v = 0; v < kVecs; ++v) acc[i][v] = Vec<A>{};
   for (int64_t k = 0; k < depth; ++k) {
     const int64_t offset = offsets[k];
     Vec<A> g[kVecs];

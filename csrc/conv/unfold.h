@@ -2,7 +2,8 @@
 // namespace dpk::DPK_ISA.
 
 template <typename T, typename A>
-struct Unfold {
+class Unfold {
+ public:
   const ConvShape& s;
   const bool own;
   std::vector<int64_t> offsets;      // [positions]
@@ -71,13 +72,31 @@ struct Unfold {
     }
   }
 
-  // values[i, j] = sum over positions first <= t < first + depth of row `row + i` times output `output + j` of the
-  // block, in the panel's width.
-  void product(const A* x, const A* g, const ConvBlock& block, int64_t row, int64_t output, int64_t first,
-               int64_t depth, A* values) const {
+  // finish(values): the gradient of rows row <= r < row + kTileRows and outputs output <= o < output + panel_width of
+  // the block, [kTileRows, panel_width], rows and outputs beyond the last included. Pieces of kDepth positions
+  // accumulate in A and join in double, before anything else: they may be large and cancel.
+  template <typename Finish>
+  void tile(const A* x, const A* g, const ConvBlock& block, int64_t row, int64_t output, Finish finish) const {
     const int64_t width = panel_width(block.outputs, output);
-    const A* panel = g + output * s.positions() + first * width;
+    const A* panel = g + output * s.positions();
+    A values[kTile<A>];
+    if (s.positions() <= kDepth) {
+      product(x, panel, width, row, 0, s.positions(), values);
+      return finish(values);
+    }
+    double sum[kTile<A>] = {};
+    for (int64_t first = 0; first < s.positions(); first += kDepth) {
+      product(x, panel, width, row, first, std::min(kDepth, s.positions() - first), values);
+      for (int64_t i = 0; i < kTileRows * width; i += kLanes<double>)
+        store<double>(sum + i, load<double>(sum + i) + load_double(values + i));
+    }
+    finish(sum);
+  }
+
+ private:
+  void product(const A* x, const A* panel, int64_t width, int64_t row, int64_t first, int64_t depth, A* values) const {
     const int64_t *rows = row_offsets.data() + row, *at = offsets.data() + first;
+    panel += first * width;
     if (own)
       width == kPanel<A> ? tile_product<A, kTileVecs, true>(x, rows, at, panel, depth, values)
                          : tile_product<A, 1, true>(x, rows, at, panel, depth, values);
