@@ -32,13 +32,15 @@ static inline double lane_sum(Vec<T> v) {
   return s;
 }
 
-// One vector of doubles from as many values of T.
+// One vector of doubles from as many values of T. Element by element: GCC makes one conversion of it, and several of
+// __builtin_convertvector.
+template <typename T, std::size_t... kLane>
+static inline Vec<double> load_double(const T* p, std::index_sequence<kLane...>) {
+  return Vec<double>{static_cast<double>(p[kLane])...};
+}
 template <typename T>
 static inline Vec<double> load_double(const T* p) {
-  typedef T Narrow __attribute__((vector_size(kLanes<double> * sizeof(T))));
-  Narrow v;
-  std::memcpy(&v, p, sizeof(v));
-  return __builtin_convertvector(v, Vec<double>);
+  return load_double(p, std::make_index_sequence<kLanes<double>>());
 }
 
 // Sum of squares of n values, accumulated in double: float values from 1e-38 to 1e38 neither overflow nor vanish.

@@ -20,7 +20,6 @@ struct ConvShape {
   int64_t pixels() const { return in[0] * in[1] * in[2]; }
   int64_t positions() const { return out[0] * out[1] * out[2]; }
   int64_t padded(int d) const { return in[d] + 2 * padding[d]; }
-  int64_t padded_pixels() const { return padded(0) * padded(1) * padded(2); }
 };
 
 // How a squared norm is computed.

@@ -9,11 +9,10 @@
 // with S = sum_t ||g_t|| ||x_t||, which is added; where that exceeds 1% of the square (Gram forms cancel) it is
 // computed again in double. The sum that goes with it rounds every value by at most e = DirectNorm::error times sum_t
 // |g_t| |x_t|, the whole by at most e S in norm, which is added too.
-#include <array>
 #include <numeric>
-#include <utility>
 
 #include "conv/conv.h"
+#include "conv/map.h"
 #include "conv/plan.h"
 
 #define DPK_BODY "conv/conv_cpu.cpp"

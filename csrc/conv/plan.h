@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "conv/conv.h"
+#include "conv/map.h"
 
 namespace dpk {
 
@@ -68,7 +69,7 @@ struct ConvSumGrid {
   explicit ConvSumGrid(const ConvShape& shape) : s(shape), own(own_channels(shape)) {
     const int64_t all = own ? s.out_channels : s.group_out();
     outputs = std::min(all, std::clamp<int64_t>(kOperand / s.positions() / 32 * 32, 32, 128));
-    const int64_t fitting = std::min(kOperand / s.padded_pixels(), kTotal / (outputs * s.taps()));
+    const int64_t fitting = std::min(kOperand / ConvDirectMap(s).pixels(), kTotal / (outputs * s.taps()));
     channels = own ? s.group_in() : std::clamp<int64_t>(fitting, 1, s.group_in());
     output_blocks = (all + outputs - 1) / outputs;
     channel_blocks = (s.group_in() + channels - 1) / channels;

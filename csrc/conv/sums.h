@@ -3,31 +3,31 @@
 // its slice of the batch in order: the result does not depend on the number of threads. Included by conv_cpu.cpp inside
 // namespace dpk::DPK_ISA.
 
-// Adds the examples' weighted gradients of one block to total [rows of the block, outputs of the block].
+// Adds examples' weighted gradients of one block of the weight after the other.
 template <typename T, typename A>
 class BlockSum {
  public:
-  BlockSum(const ConvSumParams<T>& params, const ConvBlock& whole)
-      : q(params), s(params.shape), block(whole), unfold(params.shape, whole.channels) {}
+  BlockSum(const ConvSumParams<T>& params, int64_t channels)
+      : q(params), s(params.shape), unfold(params.shape, channels) {}
 
-  void add(const std::vector<int64_t>& examples, double* total) {
+  // total: [rows of the block, outputs of the block].
+  void add(const ConvBlock& block, const std::vector<int64_t>& examples, double* total) {
     const int64_t step = unfold.own ? kPanel<A> : block.outputs;
     for (int64_t first = 0; first < block.outputs; first += step) {
       ConvBlock part = block;
       part.output += first;
       part.outputs = std::min(step, block.outputs - first);
-      add_part(examples, part, total + first);
+      add_part(part, examples, total + first, block.outputs);
     }
   }
 
  private:
-  void add_part(const std::vector<int64_t>& examples, const ConvBlock& part, double* total) {
+  void add_part(const ConvBlock& part, const std::vector<int64_t>& examples, double* total, int64_t stride) {
     const int64_t input_size = unfold.input_size(part.channels), output_size = unfold.output_size(part.outputs);
     const int64_t count = examples.size();
-    const int64_t chunk =
-        std::clamp<int64_t>(ConvSumGrid::kOperand / std::max(input_size, output_size), 1, std::max<int64_t>(1, count));
-    input.assign(chunk * input_size, A(0));
-    grads.resize(chunk * output_size);
+    const int64_t chunk = std::max<int64_t>(1, ConvSumGrid::kOperand / std::max(input_size, output_size));
+    input.resize(std::max<std::size_t>(input.size(), chunk * input_size));
+    grads.resize(std::max<std::size_t>(grads.size(), chunk * output_size));
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t end = std::min(begin + chunk, count);
       for (int64_t e = begin; e < end; ++e) {
@@ -41,25 +41,25 @@ class BlockSum {
           for (int64_t e = begin; e < end; ++e) {
             const A *x = input.data() + (e - begin) * input_size, *g = grads.data() + (e - begin) * output_size;
             unfold.tile(x, g, part, row, output, [&](const auto* values) {
-              add_tile(part, row, output, q.weights[examples[e]], values, total + row * block.outputs + output);
+              add_tile(part, row, output, q.weights[examples[e]], values, total + row * stride + output, stride);
             });
           }
     }
   }
 
   template <typename V>
-  void add_tile(const ConvBlock& part, int64_t row, int64_t output, double weight, const V* values,
-                double* total) const {
+  void add_tile(const ConvBlock& part, int64_t row, int64_t output, double weight, const V* values, double* total,
+                int64_t stride) const {
     const int64_t rows = std::min(kTileRows, part.channels * s.taps() - row);
     const int64_t used = std::min(kPanel<A>, part.outputs - output), width = unfold.panel_width(part.outputs, output);
     if (rows == kTileRows && used == kPanel<A>) {  // sizes that the compiler knows
       for (int64_t i = 0; i < kTileRows; ++i)
         for (int64_t j = 0; j < kPanel<A>; j += kLanes<double>)
-          add_vector(weight, values + i * kPanel<A> + j, total + i * block.outputs + j);
+          add_vector(weight, values + i * kPanel<A> + j, total + i * stride + j);
       return;
     }
     for (int64_t i = 0; i < rows; ++i) {
-      double* to = total + i * block.outputs;
+      double* to = total + i * stride;
       const V* from = values + i * width;
       int64_t j = 0;
       for (; j + kLanes<double> <= used; j += kLanes<double>) add_vector(weight, from + j, to + j);
@@ -74,15 +74,24 @@ class BlockSum {
 
   const ConvSumParams<T>& q;
   const ConvShape& s;
-  const ConvBlock& block;
   const Unfold<T, A> unfold;
-  std::vector<A> input, grads;
+  std::vector<A> input, grads;  // of a chunk of examples
 };
+
+// to[c, r] = from[r, c]
+inline void transpose_block(const double* from, int64_t rows, int64_t columns, double* to, int64_t to_stride) {
+  constexpr int64_t kLine = 8;  // doubles of a cache line
+  for (int64_t first = 0; first < columns; first += kLine)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = first; c < std::min(first + kLine, columns); ++c) to[c * to_stride + r] = from[r * columns + c];
+}
 
 template <typename T>
 void clipped_sums(const ConvSumParams<T>& q, int64_t begin, int64_t end) {
   const ConvShape& s = q.shape;
   const ConvSumGrid grid(s);
+  BlockSum<T, T> sum(q, grid.channels);
+  std::unique_ptr<BlockSum<T, double>> wide_sum;
   std::vector<double> total;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t slice = task / grid.blocks();
@@ -92,11 +101,13 @@ void clipped_sums(const ConvSumParams<T>& q, int64_t begin, int64_t end) {
     for (int64_t b = slice * s.batch / grid.slices; b < (slice + 1) * s.batch / grid.slices; ++b)
       if (q.weights[b] != 0) (q.wide[b] ? wide : narrow).push_back(b);
     total.assign(rows * block.outputs, 0.);
-    BlockSum<T, T>(q, block).add(narrow, total.data());
-    if (!wide.empty()) BlockSum<T, double>(q, block).add(wide, total.data());
+    sum.add(block, narrow, total.data());
+    if (!wide.empty()) {
+      if (!wide_sum) wide_sum = std::make_unique<BlockSum<T, double>>(q, grid.channels);
+      wide_sum->add(block, wide, total.data());
+    }
     double* to = q.partial_sums + (slice * s.out_channels + block.output) * s.rows() + block.channel * s.taps();
-    for (int64_t o = 0; o < block.outputs; ++o)
-      for (int64_t r = 0; r < rows; ++r) to[o * s.rows() + r] = total[r * block.outputs + o];
+    transpose_block(total.data(), rows, block.outputs, to, s.rows());
   }
 }
 

@@ -15,10 +15,11 @@ constexpr int64_t kPanel = kTileVecs * kLanes<A>;  // outputs of a panel
 template <typename A>
 constexpr int64_t kTile = kTileRows * kPanel<A>;
 
-// values[i, :] = sum_k x[row_offsets[i] + offsets[k]] * panel[k, :] for kVecs vectors of outputs.
+// values[i, :] = sum_k x[row_offsets[i] + offsets[k]] * panel[k, :] for kVecs vectors of outputs. Not inlined: amid a
+// caller's variables some accumulators would live in memory.
 template <typename A, int64_t kVecs, bool kOwn>
-inline void tile_product(const A* x, const int64_t* row_offsets, const int64_t* offsets, const A* panel, int64_t depth,
-                         A* values) {
+[[gnu::noinline]] void tile_product(const A* x, const int64_t* row_offsets, const int64_t* offsets, const A* panel,
+                                    int64_t depth, A* values) {
   const A* rows[kTileRows];
   for (int64_t i = 0; i < kTileRows; ++i) rows[i] = x + row_offsets[i];
   Vec<A> acc[kTileRows][kVecs];

@@ -2,55 +2,57 @@
 // namespace dpk::DPK_ISA.
 
 template <typename T, typename A>
+inline void copy_line(const T* from, int64_t from_stride, A* to, int64_t to_stride, int64_t n) {
+  if (from_stride != 1 || to_stride != 1) {
+    for (int64_t i = 0; i < n; ++i) to[i * to_stride] = static_cast<A>(from[i * from_stride]);
+  } else if (std::is_same_v<T, A> && n >= 4) {  // by fours, the last of which may overlap
+    for (int64_t i = 0; i < n - 4; i += 4) std::memcpy(to + i, from + i, 4 * sizeof(A));
+    std::memcpy(to + n - 4, from + n - 4, 4 * sizeof(A));
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<A>(from[i]);
+  }
+}
+
+template <typename T, typename A>
 class Unfold {
  public:
   const ConvShape& s;
+  const ConvDirectMap map;
   const bool own;
   std::vector<int64_t> offsets;      // [positions]
   std::vector<int64_t> row_offsets;  // [most channels of a block * taps, and a tile more, which repeats the last]
 
-  Unfold(const ConvShape& shape, int64_t channels) : s(shape), own(own_channels(shape)) {
-    const int64_t height = s.padded(1), width = s.padded(2);
-    const int64_t pixel_stride = own ? channels * kPanel<A> : 1, channel_stride = own ? kPanel<A> : s.padded_pixels();
+  Unfold(const ConvShape& shape, int64_t channels) : s(shape), map(shape), own(own_channels(shape)) {
+    const int64_t pixel_stride = own ? channels * kPanel<A> : 1, channel_stride = own ? kPanel<A> : map.pixels();
     for (int64_t d = 0; d < s.out[0]; ++d)
       for (int64_t h = 0; h < s.out[1]; ++h)
         for (int64_t w = 0; w < s.out[2]; ++w)
-          offsets.push_back(((d * s.stride[0] * height + h * s.stride[1]) * width + w * s.stride[2]) * pixel_stride);
+          offsets.push_back(map.pixel(d * map.stride[0], h * map.stride[1], w * map.stride[2]) * pixel_stride);
     for (int64_t c = 0; c < channels; ++c)
       for (int64_t d = 0; d < s.kernel[0]; ++d)
         for (int64_t h = 0; h < s.kernel[1]; ++h)
           for (int64_t w = 0; w < s.kernel[2]; ++w)
-            row_offsets.push_back(((d * s.dilation[0] * height + h * s.dilation[1]) * width + w * s.dilation[2]) *
-                                      pixel_stride +
+            row_offsets.push_back(map.pixel(d * s.dilation[0], h * s.dilation[1], w * s.dilation[2]) * pixel_stride +
                                   c * channel_stride);
     row_offsets.resize(row_offsets.size() + kTileRows, row_offsets.back());
   }
 
-  int64_t input_size(int64_t channels) const { return s.padded_pixels() * channels * (own ? kPanel<A> : 1); }
+  int64_t input_size(int64_t channels) const { return map.pixels() * channels * (own ? kPanel<A> : 1); }
   int64_t output_size(int64_t outputs) const {
     return (outputs + kPanel<A> - 1) / kPanel<A> * kPanel<A> * s.positions();
   }
 
-  // The zero-padded input of a block from that of an example [in_channels, *in]. Only pixels inside the padding are
+  // The map of each channel of a block from an example's input [in_channels, *in]. Only pixels inside the padding are
   // written: the buffer starts out zero and keeps the same layout.
   void pack_input(const T* x, const ConvBlock& block, A* to) const {
-    const int64_t height = s.padded(1), width = s.padded(2), pixels = s.pixels();
-    const int64_t origin = (s.padding[0] * height + s.padding[1]) * width + s.padding[2];
     for (int64_t o = 0; o < (own ? block.outputs : 1); ++o) {
       const int64_t group = own ? (block.output + o) / s.group_out() : block.group;
       for (int64_t c = 0; c < block.channels; ++c) {
-        const T* from = x + (group * s.group_in() + block.channel + c) * pixels;
-        for (int64_t d = 0; d < s.in[0]; ++d)
-          for (int64_t h = 0; h < s.in[1]; ++h, from += s.in[2]) {
-            const int64_t pixel = origin + (d * height + h) * width;
-            if (own) {
-              A* row = to + (pixel * block.channels + c) * kPanel<A> + o;
-              for (int64_t w = 0; w < s.in[2]; ++w) row[w * block.channels * kPanel<A>] = static_cast<A>(from[w]);
-            } else {
-              A* row = to + c * s.padded_pixels() + pixel;
-              for (int64_t w = 0; w < s.in[2]; ++w) row[w] = static_cast<A>(from[w]);
-            }
-          }
+        const T* from = x + (group * s.group_in() + block.channel + c) * s.pixels();
+        if (own)
+          pack_map(from, to + c * kPanel<A> + o, block.channels * kPanel<A>);
+        else
+          pack_map(from, to + c * map.pixels(), 1);
       }
     }
   }
@@ -79,12 +81,12 @@ class Unfold {
   void tile(const A* x, const A* g, const ConvBlock& block, int64_t row, int64_t output, Finish finish) const {
     const int64_t width = panel_width(block.outputs, output);
     const A* panel = g + output * s.positions();
-    A values[kTile<A>];
+    alignas(64) A values[kTile<A>];
     if (s.positions() <= kDepth) {
       product(x, panel, width, row, 0, s.positions(), values);
       return finish(values);
     }
-    double sum[kTile<A>] = {};
+    alignas(64) double sum[kTile<A>] = {};
     for (int64_t first = 0; first < s.positions(); first += kDepth) {
       product(x, panel, width, row, first, std::min(kDepth, s.positions() - first), values);
       for (int64_t i = 0; i < kTileRows * width; i += kLanes<double>)
@@ -94,6 +96,13 @@ class Unfold {
   }
 
  private:
+  // One channel's map, with the pixels of the copy `pixel_stride` apart.
+  void pack_map(const T* from, A* to, int64_t pixel_stride) const {
+    map.each_line(s, [&](int64_t pixel, int64_t source) {
+      copy_line(from + source, map.step[2], to + pixel * pixel_stride, pixel_stride, map.line());
+    });
+  }
+
   void product(const A* x, const A* panel, int64_t width, int64_t row, int64_t first, int64_t depth, A* values) const {
     const int64_t *rows = row_offsets.data() + row, *at = offsets.data() + first;
     panel += first * width;
