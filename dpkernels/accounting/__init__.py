@@ -17,9 +17,12 @@ Ledger(path=None, budget=None, *, seeded=False)     # a context manager; path No
     record(event, what)           any other release, before it is made
     events(), entries(), epsilon(delta), bound(delta), statement(delta), steps, reserved, seeded, path
     commit(), close()             release what was reserved ahead; rewind(steps) for seeded runs only
+tuning       all_runs, best_of_random_runs, random_stopping: what choosing hyper-parameters costs
+iteration    iteration_bound, iteration_noise_multiplier: amplification by iteration, beside DP-SGD's accounting
 BudgetExceededError, LedgerLockedError, AccountantUnavailableError, AccountantContradictionError
 """
 
+from dpkernels.accounting import iteration, tuning
 from dpkernels.accounting.accountants import bound, epsilon
 from dpkernels.accounting.bounds import AccountantContradictionError, AccountantUnavailableError, Bound
 from dpkernels.accounting.calibration import noise_multiplier
@@ -43,6 +46,8 @@ __all__ = [
     "SampledGaussian",
     "bound",
     "epsilon",
+    "iteration",
     "noise_multiplier",
     "plan",
+    "tuning",
 ]

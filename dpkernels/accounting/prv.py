@@ -126,7 +126,7 @@ def prv_bound(events: Sequence[Event], delta: float) -> Bound:
                 _both_ends([_losses(event, adding) for event in events], counts, delta, error, delta_error)
                 for adding in directions
             ]
-    except (RuntimeError, ValueError, AssertionError, IndexError, FloatingPointError) as failure:
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as failure:
         raise AccountantUnavailableError(f"prv failed: {failure or type(failure).__name__}") from failure
     lower, upper = max(low for low, _ in ends), max(high for _, high in ends)
     if not (math.isfinite(upper) and lower <= upper):

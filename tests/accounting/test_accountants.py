@@ -128,7 +128,7 @@ def test_divergences_of_the_other_mechanisms():
         assert divergence([Gaussian(2.0, 3)], a) == pytest.approx(3 * a / 8)
 
 
-def test_adding_can_cost_more_than_the_libraries_direction():
+def test_both_directions_are_modelled():
     """prv-accountant models removal alone; for what follows, both directions are composed and the larger is taken."""
     from dpkernels.accounting.prv import _AddLoss, _RemoveLoss
 
