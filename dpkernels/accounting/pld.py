@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from dp_accounting.pld import privacy_loss_mechanism as library
 from numpy.typing import NDArray
-from scipy import fft, optimize
+from scipy import fft, optimize, signal
 
 from dpkernels.accounting.bounds import AccountantUnavailableError, Bound
 from dpkernels.accounting.mechanisms import Event, Laplace, PureEpsilon, SampledGaussian, is_unprotected, merge
@@ -96,7 +96,7 @@ def _compose(events: Sequence[Event], adding: bool, delta: float, width: float) 
         losses = [
             _discretise(event.count, tail, span, width) for event, tail, span in zip(events, tails, spans, strict=True)
         ]
-        tilt = _best_tilt(losses, delta)
+        tilt = _best_tilt(losses, delta, width)
         parts = [loss.tilted(tilt) for loss in losses]
         window = _window(parts)
         if window[1] - window[0] < _MAX_POINTS:
@@ -104,10 +104,11 @@ def _compose(events: Sequence[Event], adding: bool, delta: float, width: float) 
         width *= 2
 
 
-def _best_tilt(losses: Sequence[_Loss], delta: float) -> float:
-    """The order alpha - 1 at which Rényi accounting of the discretised losses is best: epsilon lies near the tilted
-    mean."""
+def _best_tilt(losses: Sequence[_Loss], delta: float, width: float) -> float:
+    """The order alpha - 1 at which Rényi accounting of the losses is best: epsilon then lies near the tilted mean.
 
+    A bounded loss may have its best order at infinity; a factor of e^20 from one grid point to the next is enough.
+    """
     coarse = [loss.coarse() for loss in losses]
 
     def epsilon(log_tilt: float) -> float:
@@ -115,9 +116,8 @@ def _best_tilt(losses: Sequence[_Loss], delta: float) -> float:
         moment = sum(loss.count * loss.log_moment(tilt) for loss in coarse)
         return (moment - math.log(delta) - math.log1p(tilt)) / tilt + math.log1p(-1 / (1 + tilt))
 
-    return math.exp(
-        float(optimize.minimize_scalar(epsilon, bounds=(math.log(1e-3), math.log(1e7)), method="bounded").x)
-    )
+    limits = (math.log(1e-3), math.log(20 / width))
+    return math.exp(float(optimize.minimize_scalar(epsilon, bounds=limits, method="bounded").x))
 
 
 # ---- the loss of one run
@@ -303,12 +303,13 @@ class _Composition:
         rounding = 8 * _UNIT * (self._compositions + math.log2(size)) * energy
         self._error = (_WRAPPED + rounding) / (1 + tilt)
         self._stray = sum(part.count * part.stray for part in parts) / (1 + tilt)
-        # delta(epsilon) = A - exp(epsilon) B between grid points, with A and B the masses above under P and under Q.
-        self._decay = np.exp(-tilt * width * np.arange(size))
-        self._grown = np.exp(np.minimum(width * np.arange(size), 700.0))
-        untilted = np.maximum(weights, 0.0) * self._decay
-        self._p = np.cumsum(untilted[::-1])[::-1]
-        self._q = np.cumsum((untilted / self._grown)[::-1])[::-1]
+        # Between t and the point below, delta(epsilon) = exp(log_scale - tilt t) (A - exp(epsilon - t) B), with A and B
+        # the masses from t on under P and under Q, relative to their sizes at t: nothing overflows in a wide window.
+        downwards = np.maximum(weights, 0.0)[::-1]
+        self._p = signal.lfilter([1.0], [1.0, -math.exp(-tilt * width)], downwards)[::-1]
+        self._q = signal.lfilter([1.0], [1.0, -math.exp(-(tilt + 1) * width)], downwards)[::-1]
+        exponents = abs(self._log_scale) + tilt * float(np.abs(self._losses).max())
+        self._slack = 4 * _UNIT * (1 + exponents + min(size, 1 / (tilt * width)))  # relative rounding of A
 
     def upper(self, delta: float) -> float:
         """Epsilon at ``delta``, bounded from above."""
@@ -325,15 +326,15 @@ class _Composition:
 
     def _epsilon(self, delta: float, error: float) -> float:
         """The epsilon at which the computed delta, with its error, is ``delta``; 0 where that is negative."""
-        anchor = self._losses[0]
-        target = math.exp(min(math.log(delta) - self._log_scale + self._tilt * anchor, 700.0))
-        exceeds = np.flatnonzero(self._p - self._grown * self._q + error * self._decay > target)
+        wanted = np.exp(np.minimum(math.log(delta) - self._log_scale + self._tilt * self._losses, 700.0))
+        above = self._p * (1 + math.copysign(self._slack, error))
+        exceeds = np.flatnonzero(above - self._q + error > wanted)
         if not len(exceeds):
-            return max(0.0, float(anchor)) if error > 0 else 0.0
-        last = int(exceeds[-1])
-        if last + 1 == len(self._losses):
+            return max(0.0, float(self._losses[0])) if error > 0 else 0.0
+        here = int(exceeds[-1]) + 1
+        if here == len(self._losses):
             raise AccountantUnavailableError(f"pld's grid ends below the epsilon of delta={delta:g}")
-        low, high = float(self._losses[last]), float(self._losses[last + 1])
-        p, q = float(self._p[last + 1]) + error * float(self._decay[last]) - target, float(self._q[last + 1])
-        exact = anchor + math.log(p / q) if p > 0 and q > 0 else low
+        low, high = float(self._losses[here - 1]), float(self._losses[here])
+        p = float(above[here]) + error * math.exp(self._tilt * self.width) - float(wanted[here])
+        exact = high + math.log(p / float(self._q[here])) if p > 0 and self._q[here] > 0 else low
         return max(0.0, min(max(exact, low), high))

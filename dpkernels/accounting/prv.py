@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from prv_accountant import PRVAccountant
 from prv_accountant import privacy_random_variables as library
+from prv_accountant.accountant import compute_safe_domain_size
 from scipy.special import ndtr
 
 from dpkernels.accounting.bounds import AccountantUnavailableError, Bound
@@ -107,10 +108,9 @@ def prv_bound(events: Sequence[Event], delta: float) -> Bound:
         raise AccountantUnavailableError(
             f"prv resolves delta >= {least:.2g} for {sum(counts)} compositions, got {delta:g}"
         )
-    domain = 3.0 + max(
-        best_order(events, delta_error / 4)[0],
-        *(best_order([e.times(1)], delta_error / 8 / sum(counts))[0] for e in events),
-    )
+    directions = (False, True) if any(isinstance(event, SampledGaussian) for event in events) else (False,)
+    losses = [[_losses(event, adding) for event in events] for adding in directions]
+    domain = compute_safe_domain_size(losses[0], counts, eps_error=0.0, delta_error=delta_error)
     per_error = 2 * domain * math.sqrt(sum(counts) / 2 * math.log(12 / delta_error))  # grid points times the error
     error = max(per_error / _GRID, _MIN_RELATIVE_ERROR * target)
     if error > _MAX_RELATIVE_ERROR * target:
@@ -118,14 +118,10 @@ def prv_bound(events: Sequence[Event], delta: float) -> Bound:
         raise AccountantUnavailableError(
             f"prv needs a grid of {points:.2g} points for an error of 25%, and has a budget of {_GRID}"
         )
-    directions = (False, True) if any(isinstance(event, SampledGaussian) for event in events) else (False,)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            ends = [
-                _both_ends([_losses(event, adding) for event in events], counts, delta, error, delta_error)
-                for adding in directions
-            ]
+            ends = [_both_ends(one, counts, delta, error, delta_error) for one in losses]
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as failure:
         raise AccountantUnavailableError(f"prv failed: {failure or type(failure).__name__}") from failure
     lower, upper = max(low for low, _ in ends), max(high for _, high in ends)

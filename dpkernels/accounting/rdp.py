@@ -32,11 +32,6 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 ORDERS = tuple(float(1.0 + x) for x in np.geomspace(0.0105, 1e5, 48))  # searched first; then around the best one
 
-TENSORFLOW_PRIVACY_ORDERS: tuple[float, ...] = tuple(1 + x / 10 for x in range(1, 100)) + tuple(
-    float(x) for x in range(12, 64)
-)
-"""The orders that TensorFlow Privacy and Opacus search, to reproduce printed values."""
-
 _REACH = 13.0  # standard deviations of the Gaussian that the quadrature covers: what lies outside is below e^-84
 _MAX_NODES = (
     1 << 16

@@ -7,6 +7,7 @@ import pytest
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
+from scipy.stats import norm
 
 from dpkernels.accounting import (
     AccountantContradictionError,
@@ -42,6 +43,39 @@ def test_pld_composes_to_the_closed_form(steps, mu, delta):
     assert answer.lower <= exact <= answer.upper
     assert answer.upper <= exact * (1 + 3e-4)
     assert answer.lower >= exact * (1 - 0.06)
+
+
+def one_step_delta(sigma, rate, at):
+    """Exact delta of one Poisson-subsampled Gaussian step at epsilon ``at``, the larger of both directions."""
+    edge = sigma**2 * math.log(math.expm1(at) / rate + 1) + 0.5
+    mixture = (1 - rate) * norm.sf(edge, scale=sigma) + rate * norm.sf(edge, loc=1, scale=sigma)
+    remove = mixture - math.exp(at) * norm.sf(edge, scale=sigma)
+    if math.expm1(-at) / rate + 1 <= 0:
+        return remove
+    edge = sigma**2 * math.log(math.expm1(-at) / rate + 1) + 0.5
+    mixture = (1 - rate) * norm.cdf(edge, scale=sigma) + rate * norm.cdf(edge, loc=1, scale=sigma)
+    return max(remove, norm.cdf(edge, scale=sigma) - math.exp(at) * mixture)
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 10.0])
+@pytest.mark.parametrize("rate", [1e-3, 0.1, 0.7])
+def test_one_step_is_exact(sigma, rate):
+    for delta in (1e-2, 1e-5, 1e-9):
+        answer = bound([SampledGaussian(sigma, rate)], delta)
+        assert one_step_delta(sigma, rate, answer.upper) <= delta
+        assert answer.lower == 0 or one_step_delta(sigma, rate, answer.lower) >= delta
+        if answer.upper > 1e-4:
+            assert answer.lower > 0.9 * answer.upper
+
+
+@pytest.mark.parametrize("steps", [1, 100, 10_000])
+@pytest.mark.parametrize("mu", [20.0, 200.0, 600.0])
+def test_pld_holds_for_absurd_epsilons_too(mu, steps):
+    """Where a window spans more than floats can hold an exponential of."""
+    for delta in (1e-5, 1e-15):
+        exact = get_epsilon_gaussian(1 / mu, delta)
+        answer = pld_bound([SampledGaussian(math.sqrt(steps) / mu, 1 - 1e-15, steps)], delta)
+        assert answer.lower <= exact <= answer.upper <= exact * (1 + 1e-3)
 
 
 @pytest.mark.parametrize(("single", "count", "delta"), [(0.1, 100, 1e-6), (1.0, 10, 1e-9), (0.01, 1000, 1e-3)])

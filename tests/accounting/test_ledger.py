@@ -64,6 +64,17 @@ def test_resuming_after_a_clean_end_repeats_nothing_and_wastes_nothing(tmp_path)
         assert ledger.events() == (STEP.times(9),)
 
 
+def test_a_pause_changes_nothing(tmp_path):
+    """50 + 50 steps with the ledger closed and reopened in between cost what 100 straight ones do."""
+    path = tmp_path / "ledger.json"
+    for _ in range(2):
+        with Ledger(path) as ledger:
+            for _ in range(50):
+                ledger.reserve_step(STEP)
+    with Ledger(path) as ledger:
+        assert ledger.epsilon(1e-5) == bound([STEP.times(100)], 1e-5).upper
+
+
 def test_changing_the_mechanism_releases_what_was_reserved_ahead(tmp_path):
     other = SampledGaussian(2.0, 0.01)
     with Ledger(tmp_path / "ledger.json") as ledger:

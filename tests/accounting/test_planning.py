@@ -56,6 +56,13 @@ def test_a_plan_from_a_target():
     assert made == plan(**RUN, epochs=40, target_epsilon=3.0)
 
 
+def test_rate_and_denominator_are_as_planned():
+    """N = 10 and B = 4 mean 0.4 and 4, whatever data set turns up."""
+    made = plan(dataset_size=10, batch_size=4, steps=1, delta=1e-5, noise_multiplier=1.0, accountant="rdp")
+    assert (made.sampling_rate, made.batch_size) == (0.4, 4)
+    assert made.step_event == SampledGaussian(1.0, 0.4)
+
+
 def test_a_plan_from_noise_and_steps_composes():
     made = plan(**RUN, steps=100, noise_multiplier=1.0, compose_with=[Gaussian(8.0, 2)])
     assert made.epsilon == bound([Gaussian(8.0, 2), SampledGaussian(1.0, 512 / 60_000, 100)], 1e-5).upper
