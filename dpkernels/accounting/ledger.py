@@ -166,8 +166,8 @@ class Ledger:
         used = self.steps - sum(entry.event.count for entry in others if entry.is_step)
         if used >= self._allowance[key]:
             raise BudgetExceededError(
-                f"the plan allows {self._allowance[key]} steps of this kind (epsilon {budget.epsilon:.6g} at "
-                f"delta={budget.delta:g}), and {used} are spent; nothing was released"
+                f"{used} steps are spent, and the plan allows {self._allowance[key]} of this kind (epsilon "
+                f"{budget.epsilon:.6g} at delta={budget.delta:g}); nothing was released"
             )
         return self._allowance[key]
 

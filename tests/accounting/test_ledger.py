@@ -102,7 +102,7 @@ def test_the_guard_accounts_for_other_mechanisms(monkeypatch):
     budget = small_plan(20)
     with Ledger(budget=budget) as ledger:
         ledger.record(Gaussian(50.0), "normalization")  # cheap: fits because no step has been made yet
-        with pytest.raises(BudgetExceededError, match="allows 0 steps"):
+        with pytest.raises(BudgetExceededError, match="0 steps are spent, and the plan allows 0 of this kind"):
             ledger.reserve_step(SampledGaussian(0.3, 0.01))
         with contextlib.suppress(BudgetExceededError):
             for _ in range(20):
