@@ -10,7 +10,6 @@ matrix product. On a noisy machine trust the ratios of one run rather than its t
 import argparse
 import importlib
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.entry import Entry
-from dpkernels import _native
+from benchmarks.machine import machine
 
 OPERATORS = Path(__file__).parent / "operators"
 
@@ -88,23 +87,6 @@ def run(family: str, entry: Entry, seconds: float) -> dict[str, object]:
         reference = getattr(importlib.import_module(f"dpkernels.reference.{family}"), entry.operator)
         result["reference_best"] = measure(lambda: reference(*args, **kwargs), seconds / 4).best
     return result
-
-
-def machine() -> dict[str, object]:
-    return {
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": _native.active_isa(),
-        "torch": torch.__version__,
-    }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 HEADER = f"{'operator':<28}{'case':<46}{'ms':>10}{'reference':>11}{'GB/s':>8}{'GFLOP/s':>9}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,33 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.machine import machine
+from benchmarks.models import BASELINES
 from dpkernels import models
 
 BOUND, SIGMA, LR, MOMENTUM = 0.1, 1.0, 0.01, 0.9
 Step = Callable[[], None]
 
-#: name -> (model, input shape, batch)
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "mnist_cnn": (models.mnist_cnn, (1, 28, 28), 512),
-    "sn_linear": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(15552, 10)), (243, 8, 8), 1024),
-    "cifar_cnn": (models.cifar10_cnn, (3, 32, 32), 256),
-    "sn_cnn": (
-        lambda: nn.Sequential(
-            nn.Conv2d(243, 64, 3, 1, 1),
-            nn.Tanh(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(64, 64, 3, 1, 1),
-            nn.Tanh(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(256, 10),
-        ),
-        (243, 8, 8),
-        512,
-    ),
-    "resnet18": (models.resnet18, (3, 32, 32), 32),
-    "resnet50": (lambda: models.resnet50(num_classes=10), (3, 64, 64), 16),
-}
+MODELS = BASELINES | {"resnet50": (lambda: models.resnet50(10), (3, 64, 64), 16)}
 
 
 def ordinary(model: nn.Module, x: Tensor, y: Tensor) -> Step:
@@ -221,14 +201,6 @@ def in_a_process(arguments: list[str]) -> dict[str, float | str]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -248,8 +220,8 @@ def main() -> None:
         return
 
     results: dict[str, dict[str, dict[str, float | str]]] = {}
-    print(f"{cpu_name()}, {options.threads} threads, torch {torch.__version__}")
-    print(f"{'model':<12}{'engine':<16}{'ordinary':>10}{'private':>10}{'ratio':>7}  {'quartiles':<12}{'memory':>8}")
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    print(f"{'model':<19}{'engine':<16}{'ordinary':>10}{'private':>10}{'ratio':>7}  {'quartiles':<12}{'memory':>8}")
     for name in options.models.split(","):
         common = ["--models", name, "--threads", str(options.threads), "--seconds", str(options.seconds)]
         common += ["--batch", str(options.batch)] if options.batch else []
@@ -262,8 +234,7 @@ def main() -> None:
             results[name][engine] = row
             print(_line(name, engine, row, base), flush=True)
     if options.out:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        document = {"cpu": cpu_name(), "threads": options.threads, "versions": versions, "results": results}
+        document = {"machine": machine(), "results": results}
         temporary = options.out.with_suffix(".new")
         temporary.write_text(json.dumps(document, indent=1) + "\n")
         temporary.replace(options.out)
@@ -271,11 +242,11 @@ def main() -> None:
 
 def _line(name: str, engine: str, row: dict[str, float | str], base: dict[str, float | str]) -> str:
     if "failed" in row:
-        return f"{name:<12}{engine:<16}failed: {row['failed']}"
+        return f"{name:<19}{engine:<16}failed: {row['failed']}"
     memory = float(row.get("extra_mib", "nan")) / max(float(base.get("extra_mib", "nan")), 1.0)
     quartiles = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
     return (
-        f"{name:<12}{engine:<16}{row['ordinary_ms']:>8.1f}ms{row['ms']:>8.1f}ms{row['ratio']:>7.2f}  {quartiles:<12}"
+        f"{name:<19}{engine:<16}{row['ordinary_ms']:>8.1f}ms{row['ms']:>8.1f}ms{row['ratio']:>7.2f}  {quartiles:<12}"
         f"{memory:>7.2f}x"
     )
 
