@@ -5,7 +5,7 @@
 account. ``GhostClipper`` is the engine alone.
 """
 
-from dpkernels import accounting, clipping, data, models, random
+from dpkernels import accounting, audit, clipping, data, models, random
 from dpkernels.accounting import Plan, epsilon, noise_multiplier, plan
 from dpkernels.clipping import ClippedSum, GhostClipper, UnsupportedModelError
 from dpkernels.data import PoissonLoader
@@ -24,6 +24,7 @@ __all__ = [
     "PoissonLoader",
     "UnsupportedModelError",
     "accounting",
+    "audit",
     "clipping",
     "data",
     "epsilon",
