@@ -129,8 +129,12 @@ class _Run:
         self._saved_at = self._save_took = 0.0
 
     def restore(self) -> None:
-        """Go back to the checkpoint. Before the first one no step was made, so that none is missing without one."""
+        """Go back to the checkpoint; without one nothing happened, for the first is written before the first step."""
         if not self.folder.checkpoint.exists():
+            if self.ledger.steps:
+                raise FileNotFoundError(
+                    f"{self.folder.checkpoint} is missing, though {self.ledger.steps} steps are spent"
+                )
             return
         checkpoint = load_checkpoint(self.folder.checkpoint)
         self.model.load_state_dict(checkpoint.model)
@@ -174,11 +178,11 @@ class _Run:
                 if self._ends_epoch(step):
                     self._evaluate(lr)
                 self._save_if_due()
+            self._save()  # before an evaluation that may take long
+            if not self.history or self.history[-1].step != self.ledger.steps:
+                self._evaluate(self.optimizer.param_groups[0]["lr"])
         finally:
             self.progress.end()
-        if not self.history or self.history[-1].step != self.ledger.steps:
-            self._evaluate(self.optimizer.param_groups[0]["lr"])
-        self._save()
 
     def _logical_step(self, loader: PoissonLoader, stop: StopSignal) -> bool:
         """One step of the plan; False where a stop came first, and then nothing of it is left."""
@@ -201,7 +205,12 @@ class _Run:
         result = EpochResult(
             step=step,
             epoch=round(step * self.plan.batch_size / self.plan.dataset_size, 6),
-            test_accuracy=accuracy(self.model, self.dataset.test, device=self.execution.device),
+            test_accuracy=accuracy(
+                self.model,
+                self.dataset.test,
+                device=self.execution.device,
+                batch_size=self.execution.physical_batch_size,
+            ),
             epsilon=epsilon_spent(self.ledger, self.plan),
             lr=lr,
             seconds=round(time.monotonic() - self._started, 3),

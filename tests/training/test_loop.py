@@ -232,6 +232,18 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, small: Small, ru
         run(config, tmp_path / "a", resume=True)
 
 
+def test_a_missing_checkpoint(tmp_path: Path, small: Small, run: Run, watcher: Any) -> None:
+    config = small(epochs=1.0)
+    folder = run(config, tmp_path / "run").folder
+    folder.checkpoint.unlink()
+    with pytest.raises(FileNotFoundError, match=r"checkpoint\.pt is missing, though 3 steps are spent"):
+        run(config, folder.path, resume=True)
+    folder.ledger.unlink()  # as after a kill before the first step
+    again = watcher()
+    run(config, folder.path, resume=True, progress=again)
+    assert again.steps == [1, 2, 3]
+
+
 def test_two_processes_in_one_folder(tmp_path: Path, small: Small, run: Run) -> None:
     config = small()
     folder = RunFolder(tmp_path)
