@@ -7,26 +7,29 @@ PYTHON ?= python3
 BASE_PYTHON := $(shell command -v $(PYTHON))
 BIN := .venv/bin
 STAMPS := .venv/stamps
+CPP := build/cpp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # ninja, cmake and the compiled tools of .venv first; behind them, those of an environment that .venv shares.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test lint build bench clean
+.PHONY: help demo test cpp-test lint build bench clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
-demo: build ## Build, then train a classifier privately on real handwritten digits
+demo: build ## Train a classifier privately on real handwritten digits
 	@rm -rf runs/demo
 	$(BIN)/dpkernels train --dataset digits --epsilon 3 --out runs/demo
 
-test: $(STAMPS)/test ## Build, then run the C++ tests and the Python tests
-	cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=Release
-	cmake --build build/cpp
-	ctest --test-dir build/cpp --output-on-failure
+test: cpp-test ## Run the C++ tests and the Python tests
 	$(BIN)/python -m pytest
+
+cpp-test: $(STAMPS)/test
+	cmake -S . -B $(CPP) -G Ninja $(CMAKE_OPTIONS)
+	cmake --build $(CPP)
+	ctest --test-dir $(CPP) --output-on-failure
 
 lint: $(STAMPS)/lint ## Check style, types and formatting
 	$(BIN)/python -m ruff check .
@@ -34,10 +37,10 @@ lint: $(STAMPS)/lint ## Check style, types and formatting
 	$(BIN)/python -m mypy
 	clang-format --dry-run -Werror $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-build: $(STAMPS)/build ## Make .venv and build dpkernels in it
+build: $(STAMPS)/build ## Make .venv and build dpkernels in it; the other targets do it first
 
 bench: $(STAMPS)/build ## Time every operator against its reference
-	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.kernels --json build/kernels.json
 
 clean: ## Remove everything that make made, except runs/
 	rm -rf .venv build dist *.egg-info dpkernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,6 +44,14 @@ class Build(BuildExtension):
         super().finalize_options()
         self.build_temp = str(ROOT / "build" / f"objects-{sys.implementation.cache_tag}-torch{torch.__version__}")
 
+    def build_extensions(self) -> None:
+        """Leaves the extensions as they were: bdist_wheel builds twice, and torch adds its flags each time, with which
+        ninja would compile all again."""
+        given = [list(extension.extra_compile_args) for extension in self.extensions]
+        super().build_extensions()
+        for extension, flags in zip(self.extensions, given, strict=True):
+            extension.extra_compile_args = flags
+
 
 operators = CppExtension(
     "dpkernels._C",
