@@ -45,7 +45,9 @@ PYBIND11_MODULE(_host, m) {
           s.padding[i] = padding[i];
           s.dilation[i] = dilation[i];
         }
-        return std::pair(dpk::conv_strategy(s) == dpk::ConvStrategy::kGram ? "gram" : "direct", dpk::conv_stores(s));
+        const bool stores = dpk::conv_stores(s);
+        const bool gram = !stores && dpk::conv_strategy(s) == dpk::ConvStrategy::kGram;
+        return std::pair(gram ? "gram" : "direct", stores);
       },
       py::arg("in_channels"), py::arg("out_channels"), py::arg("groups"), py::arg("in_size"), py::arg("out_size"),
       py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("dilation"),

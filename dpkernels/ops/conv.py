@@ -1,6 +1,7 @@
 """Convolutions in 1, 2 and 3 dimensions: per-example squared gradient norms and clipped sums."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ def conv_clipped_sums(
 
 
 _NAMES = ("kernel_size", "stride", "padding", "dilation")
-_Geometry = tuple[list[int], list[int], list[int], list[int], int, bool]
+_Triple = tuple[int, ...]
+_Geometry = tuple[_Triple, _Triple, _Triple, _Triple, int, bool]
 
 
 def _geometry(
@@ -147,10 +149,11 @@ def _geometry(
                 f"shorter than {k} taps with dilation {d}"
             )
         require_size(small, result, i + 2, size, f"what these settings make of {big.size(i + 2)} in {source}")
-    lifted = [[fill] * (3 - dims) + list(values) for values, fill in zip(settings, (1, 1, 0, 1), strict=True)]
+    lifted = [(fill,) * (3 - dims) + tuple(values) for values, fill in zip(settings, (1, 1, 0, 1), strict=True)]
     return lifted[0], lifted[1], lifted[2], lifted[3], groups, transposed
 
 
+@lru_cache(maxsize=1024)
 def _stores(input_shape: tuple[int, ...], output_shape: tuple[int, ...], geometry: _Geometry) -> bool:
     """Whether the cost model stores the weight gradients."""
     *settings, groups, transposed = geometry
