@@ -1,4 +1,7 @@
-#include <array>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <memory>
 #include <tuple>
 #include <vector>
@@ -40,6 +43,17 @@ ConvShape shape_of(const Tensor& input, const Tensor& output_grads, const Ints& 
   return s;
 }
 
+// Asks for huge pages in a large tensor that is about to be written: the system hands memory over page by page, which
+// otherwise costs more than the product that fills it.
+void prefer_huge_pages([[maybe_unused]] Tensor& t, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096, kWorthIt = 1 << 24;
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) + kPage - 1) / kPage * kPage;
+  if (static_cast<uintptr_t>(bytes) >= kWorthIt)
+    madvise(reinterpret_cast<void*>(start), (bytes - kPage) / kPage * kPage, MADV_HUGEPAGE);  // a wish: may fail
+#endif
+}
+
 int64_t work(const ConvShape& s) { return s.positions() * s.rows() * s.out_channels; }
 
 std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tensor& output_grads, const Ints& kernel,
@@ -57,6 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tens
   Tensor result = empty_double(input, {s.batch});
   Tensor weight_grads =
       torch::stable::new_empty(input, {stored ? s.batch : 0, stored ? s.rows() : 0, stored ? s.out_channels : 0});
+  if (stored) prefer_huge_pages(weight_grads, s.batch * s.rows() * s.out_channels * weight_grads.element_size());
   Tensor bias_grads = empty_double(input, {bias ? s.batch : 0, bias ? channels : 0});
   for_dtype(input, [&](auto zero) {
     using T = decltype(zero);
