@@ -15,32 +15,54 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-// The shape of the convolution whose weight gradient is wanted: a transposed convolution swaps its two maps, and its
-// output may reach beyond what the input does.
+// Product of the sizes of a map [batch, channels, *map].
+int64_t positions_of(const Tensor& t) {
+  int64_t positions = 1;
+  for (int64_t i = 2; i < t.dim(); ++i) positions *= t.size(i);
+  return positions;
+}
+
+// The shape of the convolution whose weight gradient is wanted, lifted to three dimensions: a transposed convolution
+// swaps its two maps, and its output may reach beyond what the input does.
 ConvShape shape_of(const Tensor& input, const Tensor& output_grads, const Ints& kernel, const Ints& stride,
                    const Ints& padding, const Ints& dilation, int64_t groups, bool transposed) {
-  check_input(input, "input", 5, input.scalar_type());
-  check_input(output_grads, "output_grads", 5, input.scalar_type());
+  const int64_t dims = kernel.size();
+  check_size(1 <= dims && dims <= 3, "kernel_size");
+  check_input(input, "input", dims + 2, input.scalar_type());
+  check_input(output_grads, "output_grads", dims + 2, input.scalar_type());
   check_size(input.size(0) == output_grads.size(0), "input, output_grads");
-  check_size(kernel.size() == 3 && stride.size() == 3 && padding.size() == 3 && dilation.size() == 3,
-             "kernel_size, stride, padding, dilation");
+  for (const Ints* setting : {&stride, &padding, &dilation})
+    check_size(setting->size() == kernel.size(), "kernel_size, stride, padding, dilation");
   const Tensor &map = transposed ? output_grads : input, &grads = transposed ? input : output_grads;
-  ConvShape s{input.size(0), groups, map.size(1), grads.size(1), {}, {}, {}, {}, {}, {}};
+  ConvShape s{input.size(0), groups,    map.size(1), grads.size(1), {1, 1, 1},
+              {1, 1, 1},     {1, 1, 1}, {1, 1, 1},   {0, 0, 0},     {1, 1, 1}};
   check_size(groups > 0 && s.in_channels > 0 && s.out_channels > 0 && s.in_channels % groups == 0 &&
                  s.out_channels % groups == 0,
              "channels, groups");
-  for (int i = 0; i < 3; ++i) {
-    s.in[i] = map.size(i + 2);
-    s.out[i] = grads.size(i + 2);
-    s.kernel[i] = kernel[i];
-    s.stride[i] = stride[i];
-    s.padding[i] = padding[i];
-    s.dilation[i] = dilation[i];
+  for (int64_t j = 0; j < dims; ++j) {
+    const int64_t i = 3 - dims + j;
+    s.in[i] = map.size(j + 2);
+    s.out[i] = grads.size(j + 2);
+    s.kernel[i] = kernel[j];
+    s.stride[i] = stride[j];
+    s.padding[i] = padding[j];
+    s.dilation[i] = dilation[j];
     const bool positive = s.kernel[i] > 0 && s.stride[i] > 0 && s.padding[i] >= 0 && s.dilation[i] > 0;
     const int64_t reach = s.padded(i) - s.dilation[i] * (s.kernel[i] - 1) - 1;
     check_size(positive && reach >= 0 && 0 < s.out[i] && s.out[i] <= reach / s.stride[i] + 1, "maps, kernel");
   }
   return s;
+}
+
+Tensor new_tensor(const Tensor& like, const Ints& sizes, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), type);
+}
+
+// [..., *kernel, ...]
+Ints around(Ints front, const Ints& kernel, std::initializer_list<int64_t> back = {}) {
+  front.insert(front.end(), kernel.begin(), kernel.end());
+  front.insert(front.end(), back);
+  return front;
 }
 
 // Asks for huge pages in a large tensor that is about to be written: the system hands memory over page by page, which
@@ -66,13 +88,12 @@ std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tens
   if (chosen == ConvStrategy::kAuto) chosen = store ? ConvStrategy::kDirect : conv_strategy(s);
   check_size(!store || chosen == ConvStrategy::kDirect, "store, strategy");
   const bool stored = store && weight;
-  const int64_t channels = output_grads.size(1),
-                positions = output_grads.size(2) * output_grads.size(3) * output_grads.size(4);
+  const int64_t channels = output_grads.size(1), positions = positions_of(output_grads);
   Tensor result = empty_double(input, {s.batch});
-  Tensor weight_grads =
-      torch::stable::new_empty(input, {stored ? s.batch : 0, stored ? s.rows() : 0, stored ? s.out_channels : 0});
+  const Ints stored_sizes = stored ? around({s.batch, s.group_in()}, kernel, {s.out_channels}) : Ints{0};
+  Tensor weight_grads = new_tensor(input, stored_sizes, input.scalar_type());
   if (stored) prefer_huge_pages(weight_grads, s.batch * s.rows() * s.out_channels * weight_grads.element_size());
-  Tensor bias_grads = empty_double(input, {bias ? s.batch : 0, bias ? channels : 0});
+  Tensor bias_grads = new_tensor(input, bias ? Ints{s.batch, channels} : Ints{0}, ScalarType::Double);
   for_dtype(input, [&](auto zero) {
     using T = decltype(zero);
     const T *map = data<T>(transposed ? output_grads : input), *grads = data<T>(transposed ? input : output_grads);
@@ -98,10 +119,10 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& outpu
   check_input(weights, "weights", 1, ScalarType::Double);
   check_size(weights.size(0) == s.batch, "weights, input");
   const ConvSumGrid grid(s);
-  const int64_t channels = output_grads.size(1),
-                positions = output_grads.size(2) * output_grads.size(3) * output_grads.size(4);
+  const int64_t channels = output_grads.size(1), positions = positions_of(output_grads);
   const int64_t size = s.rows() * s.out_channels;
-  Tensor weight_sum = empty_double(input, {weight ? s.out_channels : 0, weight ? s.rows() : 0});
+  const Ints sum_sizes = weight ? around({s.out_channels, s.group_in()}, kernel) : Ints{0};
+  Tensor weight_sum = new_tensor(input, sum_sizes, ScalarType::Double);
   Tensor partial = grid.slices == 1 ? weight_sum : empty_double(input, {grid.slices, weight ? size : 0});
   Tensor bias_sum = empty_double(input, {bias ? channels : 0});
   for_dtype(input, [&](auto zero) {

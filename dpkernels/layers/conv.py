@@ -91,10 +91,9 @@ class _Convolution(Layer):
         if "bias" in stored:
             sums["bias"] = weighted_row_sum(stored["bias"], weights)
         if "weight" in stored:
-            # Stored with the outputs last: [batch, in_channels / groups * taps, out_channels].
-            rows = stored["weight"].flatten(2).transpose(1, 2)
-            total = weighted_row_sum(rows.flatten(1), weights)
-            sums["weight"] = total.view(rows.shape[1:]).t().reshape(self.module.weight.shape)
+            outputs_last = stored["weight"].movedim(1, -1)  # as in memory
+            total = weighted_row_sum(outputs_last.flatten(1), weights).view(outputs_last.shape[1:])
+            sums["weight"] = total.movedim(-1, 0).contiguous()
         left = slots - sums.keys()
         if left:
             weight, bias = conv_clipped_sums(

@@ -53,19 +53,17 @@ def conv_squared_norms(
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit.
     """
-    geometry = _geometry(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
+    settings = _settings(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy must be one of {_STRATEGIES}, got {strategy!r}")
     if store and strategy == "gram":
         raise ValueError("strategy must be 'direct' or 'auto' where store is true, got 'gram'")
     if store is None:
-        store = strategy != "gram" and _stores(tuple(input.shape[1:]), tuple(output_grads.shape[1:]), geometry)
-    norms, grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
-        *_lift(input, output_grads), *geometry, weight, bias, store, _STRATEGIES.index(strategy)
+        store = strategy != "gram" and _stores(input.shape[1:], output_grads.shape[1:], settings)
+    norms, weight_grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
+        *widen(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy)
     )
-    # In memory: [batch, rows, out_channels].
-    weight_grads = grads.transpose(1, 2).unflatten(2, (-1, *kernel_size)) if store and weight else None
-    return norms, weight_grads, bias_grads if bias else None
+    return norms, weight_grads.movedim(-1, 1) if store and weight else None, bias_grads if bias else None
 
 
 def conv_clipped_sums(
@@ -97,20 +95,20 @@ def conv_clipped_sums(
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit.
     """
-    geometry = _geometry(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
+    settings = _settings(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     require_weights(weights, input.size(0))
-    weight_sum, bias_sum = torch.ops.dpkernels.conv_clipped_sums(
-        *_lift(input, output_grads), weights.contiguous(), *geometry, weight, bias
+    return torch.ops.dpkernels.conv_clipped_sums(
+        *widen(input, output_grads), weights.contiguous(), *settings, weight, bias
     )
-    return weight_sum.unflatten(1, (-1, *kernel_size)) if weight else weight_sum, bias_sum
 
 
+_Ints = tuple[int, ...]
+_Settings = tuple[_Ints, _Ints, _Ints, _Ints, int, bool]
 _NAMES = ("kernel_size", "stride", "padding", "dilation")
-_Triple = tuple[int, ...]
-_Geometry = tuple[_Triple, _Triple, _Triple, _Triple, int, bool]
+_MAPS = ("width", "height, width", "depth, height, width")
 
 
-def _geometry(
+def _settings(
     input: Tensor,
     output_grads: Tensor,
     kernel_size: Sequence[int],
@@ -119,52 +117,69 @@ def _geometry(
     dilation: Sequence[int],
     groups: int,
     transposed: bool,
-) -> _Geometry:
-    """The settings, checked and lifted to three dimensions."""
-    dims = len(kernel_size)
-    if not 1 <= dims <= 3:
+) -> _Settings:
+    """The settings as the operators take them, checked against the tensors."""
+    if not 1 <= len(kernel_size) <= 3:
         raise ValueError(f"kernel_size must hold 1, 2 or 3 numbers, got {tuple(kernel_size)}")
-    maps = ["depth", "height", "width"][3 - dims :]
-    require_tensor(input, "input", f"[batch, in_channels, {', '.join(maps)}]")
-    require_tensor(output_grads, "output_grads", f"[batch, out_channels, {', '.join(maps)}]")
+    maps = _MAPS[len(kernel_size) - 1]
+    require_tensor(input, "input", f"[batch, in_channels, {maps}]")
+    require_tensor(output_grads, "output_grads", f"[batch, out_channels, {maps}]")
     require_size(output_grads, "output_grads", 0, input.size(0), "the batch of input")
-    settings = (kernel_size, stride, padding, dilation)
-    for name, values, least in zip(_NAMES, settings, (1, 1, 0, 1), strict=True):
-        if len(values) != dims:
-            raise ValueError(f"{name} must hold {dims} numbers like kernel_size, got {tuple(values)}")
-        if min(values) < least:
-            raise ValueError(f"{name} must hold numbers of at least {least}, got {tuple(values)}")
-    for name, tensor in (("input", input), ("output_grads", output_grads)):
-        if groups < 1 or tensor.size(1) < 1 or tensor.size(1) % groups:
-            raise ValueError(f"groups must divide the {tensor.size(1)} channels of {name}, got {groups}")
-    source, result = ("output_grads", "input") if transposed else ("input", "output_grads")
-    big, small = (output_grads, input) if transposed else (input, output_grads)
-    for i, (k, s, p, d) in enumerate(zip(*settings, strict=True)):
-        size = (big.size(i + 2) + 2 * p - d * (k - 1) - 1) // s + 1
-        if transposed and 0 < size - small.size(i + 2) <= (d - 1) // s:
-            continue  # output padding within the dilation: rows that no input reaches
-        if size < 1:
-            raise ValueError(
-                f"kernel_size must fit into {source}: dimension {i + 2} of size {big.size(i + 2)} with padding {p} is "
-                f"shorter than {k} taps with dilation {d}"
-            )
-        require_size(small, result, i + 2, size, f"what these settings make of {big.size(i + 2)} in {source}")
-    lifted = [(fill,) * (3 - dims) + tuple(values) for values, fill in zip(settings, (1, 1, 0, 1), strict=True)]
-    return lifted[0], lifted[1], lifted[2], lifted[3], groups, transposed
+    settings = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), groups, transposed)
+    _check_shapes(input.shape[1:], output_grads.shape[1:], *settings)
+    return settings
 
 
 @lru_cache(maxsize=1024)
-def _stores(input_shape: tuple[int, ...], output_shape: tuple[int, ...], geometry: _Geometry) -> bool:
+def _check_shapes(
+    input_shape: _Ints,
+    output_shape: _Ints,
+    kernel_size: _Ints,
+    stride: _Ints,
+    padding: _Ints,
+    dilation: _Ints,
+    groups: int,
+    transposed: bool,
+) -> None:
+    """Raise unless these settings make ``output_shape`` of ``input_shape``, both [channels, *map]."""
+    settings = (kernel_size, stride, padding, dilation)
+    for setting, values, least in zip(_NAMES, settings, (1, 1, 0, 1), strict=True):
+        if len(values) != len(kernel_size):
+            raise ValueError(f"{setting} must hold {len(kernel_size)} numbers like kernel_size, got {values}")
+        if min(values) < least:
+            raise ValueError(f"{setting} must hold numbers of at least {least}, got {values}")
+    shapes = {"input": input_shape, "output_grads": output_shape}
+    for name, (channels, *_) in shapes.items():
+        if groups < 1 or channels < 1 or channels % groups:
+            raise ValueError(f"groups must divide the {channels} channels of {name}, got {groups}")
+    source, result = reversed(shapes) if transposed else shapes
+    for i, (size, seen, k, s, p, d) in enumerate(
+        zip(shapes[source][1:], shapes[result][1:], *settings, strict=True), start=2
+    ):
+        made = (size + 2 * p - d * (k - 1) - 1) // s + 1
+        if transposed and 0 < made - seen <= (d - 1) // s:
+            continue  # output padding within the dilation: lines that no input reaches
+        if made < 1:
+            raise ValueError(
+                f"kernel_size must fit into {source}: dimension {i} of size {size} with padding {p} is shorter than "
+                f"{k} taps with dilation {d}"
+            )
+        if seen != made:
+            raise ValueError(
+                f"{result} must have size {made} in dimension {i} (what these settings make of {size} in {source}), "
+                f"got {seen}"
+            )
+
+
+@lru_cache(maxsize=1024)
+def _stores(input_shape: _Ints, output_shape: _Ints, settings: _Settings) -> bool:
     """Whether the cost model stores the weight gradients."""
-    *settings, groups, transposed = geometry
-    shapes = (output_shape, input_shape) if transposed else (input_shape, output_shape)
-    channels, sizes = [s[0] for s in shapes], [[1] * (4 - len(s)) + list(s[1:]) for s in shapes]
-    return bool(_native.host.conv_plan(*channels, groups, *sizes, *settings)[1])
-
-
-def _lift(*maps: Tensor) -> tuple[Tensor, ...]:
-    """[batch, channels, depth, height, width], contiguous, in a dtype that the kernels take."""
-    return tuple(t.reshape(*t.shape[:2], *(1,) * (5 - t.dim()), *t.shape[2:]) for t in widen(*maps))
+    *geometry, groups, transposed = settings
+    maps = (output_shape, input_shape) if transposed else (input_shape, output_shape)
+    missing = 4 - len(input_shape)
+    sizes = [(1,) * missing + m[1:] for m in maps]
+    lifted = [(fill,) * missing + g for fill, g in zip((1, 1, 0, 1), geometry, strict=True)]
+    return bool(_native.host.conv_plan(maps[0][0], maps[1][0], groups, *sizes, *lifted)[1])
 
 
 @torch.library.register_fake("dpkernels::conv_squared_norms")
@@ -182,12 +197,12 @@ def _(
     store: bool,
     strategy: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outputs, rows = _weight_matrix(input, output_grads, kernel_size, groups, transposed)
+    outputs, *rows = _weight_shape(input, output_grads, kernel_size, groups, transposed)
     batch, stored = input.size(0), store and weight
     return (
         input.new_empty(batch, dtype=torch.float64),
-        input.new_empty((batch, rows, outputs) if stored else (0, 0, 0)),
-        input.new_empty((batch, output_grads.size(1)) if bias else (0, 0), dtype=torch.float64),
+        input.new_empty((batch, *rows, outputs) if stored else 0),
+        input.new_empty((batch, output_grads.size(1)) if bias else 0, dtype=torch.float64),
     )
 
 
@@ -205,18 +220,15 @@ def _(
     weight: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    matrix = _weight_matrix(input, output_grads, kernel_size, groups, transposed)
+    shape = _weight_shape(input, output_grads, kernel_size, groups, transposed)
     return (
-        input.new_empty(matrix if weight else (0, 0), dtype=torch.float64),
+        input.new_empty(shape if weight else 0, dtype=torch.float64),
         input.new_empty(output_grads.size(1) if bias else 0, dtype=torch.float64),
     )
 
 
-def _weight_matrix(
+def _weight_shape(
     input: Tensor, output_grads: Tensor, kernel_size: list[int], groups: int, transposed: bool
-) -> tuple[int, int]:
-    big, small = (output_grads, input) if transposed else (input, output_grads)
-    rows = big.size(1) // groups
-    for k in kernel_size:
-        rows *= k
-    return small.size(1), rows
+) -> tuple[int, ...]:
+    first, second = (input, output_grads) if transposed else (output_grads, input)
+    return first.size(1), second.size(1) // groups, *kernel_size

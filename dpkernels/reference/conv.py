@@ -49,7 +49,7 @@ def conv_clipped_sums(
     x, g = input[kept], output_grads[kept]
     grads = _weight_grads(x, g, kernel_size, stride, padding, dilation, groups, transposed)
     return (
-        torch.einsum("b,b...->...", weights[kept], grads.double()) if weight else weights.new_empty(0, 0),
+        torch.einsum("b,b...->...", weights[kept], grads.double()) if weight else weights.new_empty(0),
         torch.einsum("b,bot->o", weights[kept], g.double().flatten(2)) if bias else weights.new_empty(0),
     )
 
