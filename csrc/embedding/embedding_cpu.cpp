@@ -100,7 +100,10 @@ void squared_norms(const EmbeddingParams<T>& q, int64_t begin, int64_t end) {
       }
     });
     // A bag of nothing but padding has no gradient, whatever that of its output.
-    q.result[b] = q.scales && any ? squared * sum_of_squares(g, q.dim) : squared;
+    // Squares of doubles may vanish below their range, and the other factor be large.
+    constexpr double kLeast = std::numeric_limits<double>::min();
+    q.result[b] =
+        q.scales && any ? (squared + q.positions * kLeast) * (sum_of_squares(g, q.dim) + q.dim * kLeast) : squared;
   }
 }
 

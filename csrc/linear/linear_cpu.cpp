@@ -7,13 +7,16 @@
 // The cheaper of the last two is taken. Both round, and a Gram form cancels: with S = sum_t ||a_t|| ||g_t||, every
 // rounding error of the squared norm is at most c u S^2, which is added, so the result is never below the true one.
 // Where that term exceeds 1% of a Gram norm the example is recomputed directly, and where it exceeds 1% of a direct
-// norm in float, in double.
+// norm in float, in double. A dot of a Gram form may also vanish below the range of T and be multiplied by a large one:
+// what that can lose is part of the term.
 //
 // Forward of a layer with few outputs: its cost is reading the activations, and ||a||^2 is taken from the same read.
 //
-// Clipped sums: sum_b w_b sum_t g_bt a_bt^T, one matrix product over all rows in double. Products of two floats are
-// exact in double, so no example's contribution depends on the others beyond 2^-53. A tile of the weight walks over all
-// examples in order: the result does not depend on the number of threads.
+// Clipped sums: sum_b w_b sum_t g_bt a_bt^T, one matrix product over all rows in double, in which products of two
+// floats are exact. It adds an example's positions to those of others, so one whose positions are large and cancel
+// rounds what the others add: by at most 2^-53 k w S for sums of k terms. Therefore a squared norm carries (2^-22 k
+// S)^2 as well, which keeps that below 2^-31 C; the bias likewise, with S = sum_t ||g_t||. A tile of the weight walks
+// over all examples in order: the result does not depend on the number of threads.
 #include "linear/linear.h"
 
 #define DPK_BODY "linear/linear_cpu.cpp"
@@ -112,26 +115,43 @@ double gram_squared_norm(const T* a, const T* g, int64_t positions, int64_t p, i
   return total;
 }
 
+constexpr int64_t kSumDepth = 32;  // rows summed at a time: no more pages than the first-level TLB holds
+
+// What must be added to a squared norm because its clipped sum is shared with other examples; `magnitude` is S.
+inline double shared_term(int64_t positions, double magnitude) {
+  const double chain = static_cast<double>(std::min(positions, kSumDepth) + positions / kSumDepth + 2);
+  return chain * chain * 0x1p-44 * magnitude * magnitude;
+}
+
 template <typename T>
 double weight_squared_norm(const T* a, const T* g, int64_t positions, int64_t p, int64_t d) {
-  if (positions == 1) return sum_of_squares(a, p) * sum_of_squares(g, d);
-  double magnitude = 0;  // S
-  for (int64_t t = 0; t < positions; ++t)
-    magnitude += std::sqrt(sum_of_squares(a + t * p, p) * sum_of_squares(g + t * d, d));
-  const double unit = std::numeric_limits<T>::epsilon() / 2;
+  constexpr double kLeast = std::numeric_limits<T>::min();  // subnormal numbers may be flushed
+  if (positions == 1) {
+    // Squares of doubles leave their range; squares of floats do not.
+    const double lost = std::is_same_v<T, double> ? kLeast : 0;
+    return (sum_of_squares(a, p) + p * lost) * (sum_of_squares(g, d) + d * lost);
+  }
+  double magnitude = 0, squares = 0;  // S; d ||a||^2 + p ||g||^2
+  for (int64_t t = 0; t < positions; ++t) {
+    const double a_square = sum_of_squares(a + t * p, p), g_square = sum_of_squares(g + t * d, d);
+    magnitude += std::sqrt(a_square * g_square);
+    squares += d * a_square + p * g_square;
+  }
+  const double unit = std::numeric_limits<T>::epsilon() / 2, shared = shared_term(positions, magnitude);
   // Relative to S^2: a dot of length n over 2 * lanes partial sums errs by (n / (2 lanes) + 2) u, twice for the two
-  // factors.
-  const double gram_term = unit * ((p + d) / (2. * kLanes<T>)+6) * magnitude * magnitude;
+  // factors. A product and a sum of a dot lose at most kLeast each, and sum_tu |g_t . g_u| <= T ||g||^2.
+  const double gram_term =
+      unit * ((p + d) / (2. * kLanes<T>)+6) * magnitude * magnitude + 2 * kLeast * positions * squares;
   const double direct_term = unit * 2 * (positions + 2) * magnitude * magnitude;
   if (positions * (p + d) < 2 * p * d) {  // half of the Gram matrix is enough
     const double squared = gram_squared_norm(a, g, positions, p, d);
-    if (std::isfinite(squared) && squared > 0 && gram_term <= 0.01 * squared) return squared + gram_term;
+    if (std::isfinite(squared) && squared > 0 && gram_term <= 0.01 * squared) return squared + gram_term + shared;
   }
   const double squared = direct_squared_norm<T, T>(a, g, positions, p, d);
   if (std::is_same_v<T, double> || (std::isfinite(squared) && direct_term <= 0.01 * squared))
-    return squared + direct_term;
+    return squared + direct_term + shared;
   const double exact = direct_squared_norm<T, double>(a, g, positions, p, d);
-  return exact + direct_term * (std::numeric_limits<double>::epsilon() / std::numeric_limits<T>::epsilon());
+  return exact + direct_term * (std::numeric_limits<double>::epsilon() / std::numeric_limits<T>::epsilon()) + shared;
 }
 
 template <typename T>
@@ -216,7 +236,6 @@ void forward(const LinearForwardParams<T>& q, int64_t begin, int64_t end) {
 constexpr int64_t kSumWidth = kTileVecs * kLanes<double>;  // inputs of a register tile
 constexpr int64_t kSumColumns = 240;                       // inputs of a task: a long run of every row that it reads
 constexpr int64_t kSumRows = 64;                           // outputs of a task: its sum stays in the second-level cache
-constexpr int64_t kSumDepth = 32;  // rows at a time: no more pages than the first-level TLB holds
 static_assert(kSumColumns % kSumWidth == 0 && kSumRows % kTileRows == 0);
 
 inline int64_t sum_column_tasks(int64_t p) { return std::max<int64_t>(1, (p + kSumColumns - 1) / kSumColumns); }
@@ -249,23 +268,30 @@ void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
     const int64_t columns = q.weight_sum ? std::min(kSumColumns, p - column0) : 0;
     double* bias_sum = q.bias_sum && column0 == 0 ? q.bias_sum + row0 : nullptr;
     if (bias_sum) std::fill_n(bias_sum, task_rows, 0.);
+    double example_sum[kSumRows] = {};
     std::fill(sum.begin(), sum.end(), 0.);
     for (int64_t r = 0; r < rows;) {
       const T *a_rows[kSumDepth], *g_rows[kSumDepth];
       double weight[kSumDepth];
+      bool last[kSumDepth];  // row of its example
       int64_t depth = 0;
       for (; r < rows && depth < kSumDepth; ++r) {
         if (q.weights[r / q.positions] == 0) continue;  // skipped: it may hold NaN
         a_rows[depth] = q.activations + r * p;
         g_rows[depth] = q.output_grads + r * d;
+        last[depth] = (r + 1) % q.positions == 0;
         weight[depth++] = q.weights[r / q.positions];
       }
       for (int64_t i = 0; i < tiles; ++i)
         pack<kTileRows>(g_rows, depth, d, row0 + i * kTileRows, g_panels.data() + i * kSumDepth * kTileRows, weight);
       add_products(a_rows, g_panels.data(), depth, p, column0, columns, tiles, a_panel.data(), sum.data());
       if (!bias_sum) continue;
-      for (int64_t k = 0; k < depth; ++k)
-        for (int64_t i = 0; i < task_rows; ++i) bias_sum[i] += weight[k] * static_cast<double>(g_rows[k][row0 + i]);
+      for (int64_t k = 0; k < depth; ++k) {
+        for (int64_t i = 0; i < task_rows; ++i) example_sum[i] += static_cast<double>(g_rows[k][row0 + i]);
+        if (!last[k]) continue;
+        for (int64_t i = 0; i < task_rows; ++i) bias_sum[i] += weight[k] * example_sum[i];
+        std::fill_n(example_sum, task_rows, 0.);
+      }
     }
     for (int64_t i = 0; columns > 0 && i < task_rows; ++i)
       std::copy_n(sum.data() + i * kSumColumns, columns, q.weight_sum + (row0 + i) * p + column0);

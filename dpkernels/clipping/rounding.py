@@ -4,10 +4,11 @@ In exact arithmetic an example contributes ``g_i min(1, C / ||g_i||)``, of norm 
 
 - the norm that the factor divides by is never below the true one (each operator rounds upward), up to the float64 sum
   of squares: a relative 1e-9 for 1e8 values, and the factor is rounded down;
-- sums over examples accumulate in float64, in chains of at most 2^12 additions (tiles of 128 rows, then tiles). Adding
-  one example can change the rounding of all others: by at most ``2 * 2^12 * 2^-53 * sum_i w_i S_i``, with
-  ``S_i = sum_t ||a_t|| ||g_t||``. The upward term of the norms, at least ``6 u S_i^2`` with u = 2^-24, caps ``w_i S_i``
-  at 1,700 C even for an adversarial example. For n examples in a logical batch this is below ``1.6e-9 n C``.
+- sums over examples accumulate in float64. Adding one example can change how all others are rounded. Most layers add
+  one value an example, at most C, to each entry of the sum: with and without one of n, below ``2^-52 n^2 C``.
+  The linear layer's weight adds an example's positions one by one, and these may be large and cancel: k terms round by
+  ``2^-53 k w S`` with ``S = sum_t ||a_t|| ||g_t||``. Its norms are at least ``2^-22 k S``, so that this is below
+  ``2^-31 C`` even for an adversarial example; with and without one, for n examples, below ``1e-9 n C``.
 
 rho = 2^-10 covers all of it up to 600,000 examples in one logical batch, at 0.1% more noise.
 """

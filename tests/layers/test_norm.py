@@ -1,7 +1,6 @@
 """Normalization layers in the engine, against the one-example loop in float64."""
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,64 +10,19 @@ from torch.utils.checkpoint import checkpoint
 from dpkernels.clipping import GhostClipper, UnsupportedModelError
 from dpkernels.layers.norm import GroupNormLayer
 from tests.clipping.oracle import cross_entropy, deviation, one_example_loop
+from tests.configurations import CLASSES, NORM, Framed
 
-BATCH, CLASSES = 5, 3
-
-
-def frozen_batch_norm(kind: type[nn.Module]) -> nn.Module:
-    norm = kind(4).eval()
-    norm.running_mean.normal_()
-    norm.running_var.uniform_(0.5, 2)
-    return norm
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "group": (lambda: nn.GroupNorm(2, 4), (4, 3, 5)),
-    "group 1-D": (lambda: nn.GroupNorm(2, 4), (4, 7)),
-    "group flat": (lambda: nn.GroupNorm(1, 4), (4,)),
-    "group 3-D": (lambda: nn.GroupNorm(4, 4), (4, 2, 3, 2)),
-    "instance 1-D": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 7)),
-    "instance 2-D": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 3, 5)),
-    "instance 3-D": (lambda: nn.InstanceNorm3d(4, affine=True), (4, 2, 3, 2)),
-    "layer": (lambda: nn.LayerNorm(5), (3, 5)),
-    "layer flat": (lambda: nn.LayerNorm(5), (5,)),
-    "layer deep": (lambda: nn.LayerNorm(5), (2, 3, 2, 5)),
-    "layer over two": (lambda: nn.LayerNorm((3, 5)), (2, 3, 5)),
-    "layer without bias": (lambda: nn.LayerNorm(5, bias=False), (3, 5)),
-    "rms": (lambda: nn.RMSNorm(5), (3, 5)),
-    "rms over two": (lambda: nn.RMSNorm((3, 5), eps=1e-3), (3, 5)),
-    "batch 1-D flat": (lambda: frozen_batch_norm(nn.BatchNorm1d), (4,)),
-    "batch 1-D": (lambda: frozen_batch_norm(nn.BatchNorm1d), (4, 7)),
-    "batch 2-D": (lambda: frozen_batch_norm(nn.BatchNorm2d), (4, 3, 5)),
-    "batch 3-D": (lambda: frozen_batch_norm(nn.BatchNorm3d), (4, 2, 3, 2)),
-}
-
-
-class Net(nn.Module):
-    """The layer behind a trainable scale of the input, so that its input's gradient matters too."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        make, self.shape = LAYERS[name]
-        with torch.no_grad():
-            self.norm = make()
-            for p in self.norm.parameters():
-                p.normal_()
-        self.before = nn.Linear(self.shape[-1], self.shape[-1])
-        self.head = nn.Linear(torch.Size(self.shape).numel(), CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.norm(self.before(x))).flatten(1))
+BATCH = 5
 
 
 def batch(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, *shape).to(dtype), torch.randint(0, CLASSES, (BATCH,))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NORM)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_the_one_example_loop(name: str, dtype: torch.dtype) -> None:
-    model = Net(name).to(dtype)
+    model = Framed(NORM[name]).to(dtype)
     x, y = batch(model.shape, dtype)
     _, norms = one_example_loop(model, cross_entropy, x, y, 1.0)
     bound = float(norms.median())
@@ -88,8 +42,8 @@ def test_equals_the_one_example_loop(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("frozen", ["weight", "bias", "before"])
 def test_part_of_it_frozen(name: str, frozen: str) -> None:
     """Weight only, bias only, and a norm whose input needs no gradient."""
-    model = Net(name)
-    (model.before if frozen == "before" else getattr(model.norm, frozen)).requires_grad_(False)
+    model = Framed(NORM[name])
+    (model.before if frozen == "before" else getattr(model.layer, frozen)).requires_grad_(False)
     x, y = batch(model.shape)
     expected, norms = one_example_loop(model, cross_entropy, x, y, 0.3)
     with GhostClipper(model, 0.3) as clipper:
@@ -98,14 +52,14 @@ def test_part_of_it_frozen(name: str, frozen: str) -> None:
     torch.testing.assert_close(result.norms, norms, rtol=1e-5, atol=0)
 
 
-class Twice(Net):
+class Twice(Framed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(x))
+        return super().forward(self.layer(x))
 
 
 @pytest.mark.parametrize("name", ["group", "layer", "rms", "batch 2-D"])
 def test_called_twice(name: str) -> None:
-    model = Twice(name)
+    model = Twice(NORM[name])
     x, y = batch(model.shape)
     expected, norms = one_example_loop(model, cross_entropy, x, y, 0.3)
     with GhostClipper(model, 0.3) as clipper:
@@ -115,7 +69,7 @@ def test_called_twice(name: str) -> None:
 
 
 def test_under_checkpointing_and_channels_last() -> None:
-    model = Net("group")
+    model = Framed(NORM["group"])
     x, y = batch(model.shape)
     expected, _ = one_example_loop(model, cross_entropy, x, y, 0.3)
     x = x.to(memory_format=torch.channels_last)
@@ -124,9 +78,9 @@ def test_under_checkpointing_and_channels_last() -> None:
         assert deviation(clipper.backward(losses).grads, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NORM)
 def test_empty_batch(name: str) -> None:
-    model = Net(name)
+    model = Framed(NORM[name])
     x, y = batch(model.shape)
     with GhostClipper(model, 0.3) as clipper:
         result = clipper.backward(cross_entropy(model, x[:0], y[:0]))
@@ -134,16 +88,16 @@ def test_empty_batch(name: str) -> None:
     assert not any(g.any() for g in result.grads.values())
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NORM)
 def test_autocast_keeps_the_dtype(name: str) -> None:
-    model = Net(name)
+    model = Framed(NORM[name])
     x, y = batch(model.shape)
     expected, _ = one_example_loop(model, cross_entropy, x, y, 0.3)
     with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
         warnings.simplefilter("ignore")  # torch's RMS norm has no fused form for a weight of another dtype
-        plain = model.norm(model.before(x))
+        plain = model.layer(model.before(x))
         with GhostClipper(model, 0.3) as clipper:
-            assert model.norm(model.before(x)).dtype == plain.dtype
+            assert model.layer(model.before(x)).dtype == plain.dtype
             result = clipper.backward(cross_entropy(model, x, y).float())
     assert deviation(result.grads, expected) < 0.15
 
@@ -186,10 +140,10 @@ def test_frozen_instance_norm_in_eval_mode_is_fine() -> None:
 
 
 def test_back_in_training_mode_is_refused_too() -> None:
-    model = Net("batch 2-D")
+    model = Framed(NORM["batch 2-D"])
     with GhostClipper(model, 1.0):
         model.train()
-        with pytest.raises(RuntimeError, match="norm: batch norm in training mode"):
+        with pytest.raises(RuntimeError, match="layer: batch norm in training mode"):
             model(batch(model.shape)[0])
 
 

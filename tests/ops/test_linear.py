@@ -1,8 +1,11 @@
 """The linear family against its reference in float64."""
 
+import math
+
 import pytest
 import torch
 
+from dpkernels.ops.clip import clip_factors
 from dpkernels.ops.linear import linear_clipped_sums, linear_forward, linear_squared_norms
 from dpkernels.reference import linear as reference
 
@@ -18,10 +21,13 @@ def example(batch: int, positions: int, p: int, d: int, dtype: torch.dtype) -> t
 
 
 def assert_upward(norms: torch.Tensor, expected: torch.Tensor, a: torch.Tensor, g: torch.Tensor) -> None:
-    """At least the true squared norm, above it by at most a Gram form's rounding, c u (sum_t ||a_t|| ||g_t||)^2."""
+    """At least the true squared norm, above it by at most a Gram form's rounding, c u S^2, and (2^-22 k S)^2 for sums
+    of k terms, with S = sum_t ||a_t|| ||g_t||."""
     magnitude = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
     unit = torch.finfo(torch.float64 if a.dtype == torch.float64 else torch.float32).eps / 2
     slack = unit * (sum(a.shape[1:]) + g.shape[2] + 8) * magnitude.square()
+    if a.size(1) > 1:
+        slack += ((a.size(1) + 2) * 2**-22 * magnitude).square()
     assert (norms >= expected * (1 - 1e-12)).all()
     assert (norms <= expected * (1 + 1e-12) + slack).all()
 
@@ -80,6 +86,42 @@ def test_cancelling_positions_round_upward(isa: str) -> None:
     norms = linear_squared_norms(a, g, bias=False)
     assert (norms >= expected).all()
     torch.testing.assert_close(norms, expected, rtol=0.02, atol=0)
+
+
+def contribution(a: torch.Tensor, g: torch.Tensor, bound: float, example: int, **which: bool) -> float:
+    """How far the example moves the clipped sum."""
+    weights, _ = clip_factors([linear_squared_norms(a, g, **which)], max_grad_norm=bound)
+    with_it = linear_clipped_sums(a, g, weights, **which)
+    weights[example] = 0
+    without = linear_clipped_sums(a, g, weights, **which)
+    return math.hypot(*(float((x - y).norm()) for x, y in zip(with_it, without, strict=True)))
+
+
+def test_positions_that_cancel_leave_what_others_add_as_it_is(isa: str) -> None:
+    """Huge output gradients that cancel but for a small rest: on their way through the sum they could round the others
+    to nothing."""
+    a, g = torch.zeros(9, 3, 2), torch.randn(9, 3, 4)
+    g[4] = torch.tensor([1e30, -1e30, 1e-3])[:, None]
+    assert contribution(a, g, 1.0, 4, weight=False) <= 1.0
+    a, g = torch.randn(60, 1, 8), torch.randn(60, 1, 8)
+    a, g = torch.cat([a, a], 1).double(), torch.cat([g, -g], 1).double()
+    g[:, 1] *= 1 + 1e-14
+    assert contribution(a, g, 1.0, 30, bias=False) <= 1.0
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_what_vanishes_below_the_range_counts(isa: str, flush: bool) -> None:
+    """Activations whose squares vanish, beside output gradients whose squares are large."""
+    a, g = torch.zeros(1, 2, 40), torch.zeros(1, 2, 40)
+    a[0, 0, :20], g[0, 0, :20] = 1e-23, 1e18  # weighs 2e-4
+    a[0, 1, 20:], g[0, 1, 20:] = 1, 1e-7  # weighs 2e-6
+    tiny = torch.full((1, 1, 100), 1.5e-162, dtype=torch.float64)
+    torch.set_flush_denormal(flush)
+    try:
+        assert contribution(a, g, 1e-8, 0, bias=False) <= 1.0001e-8
+        assert contribution(tiny, 1e153 * torch.ones_like(tiny), 1e-10, 0, bias=False) <= 1e-10
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_weight_zero_skips_whatever_the_values() -> None:

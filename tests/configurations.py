@@ -1,0 +1,222 @@
+"""One configuration after another of every layer type: what tests and benchmarks run through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+CLASSES = 3
+
+
+class Configuration(NamedTuple):
+    """A layer, and the shape of one example: numbers, or indices below ``rows`` where that is given."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    rows: int = 0
+
+    def sample(self, batch: int) -> Tensor:
+        """A batch of examples."""
+        if self.rows:
+            return torch.randint(0, self.rows, (batch, *self.shape))
+        return torch.randn(batch, *self.shape)
+
+
+class Framed(nn.Module):
+    """The layer, with random parameters, between two linear layers: its input's gradient matters, and so do others."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self.layer = configuration.make()
+        self.shape = configuration.shape
+        with torch.no_grad():
+            output = self.layer(configuration.sample(1))
+            for p in self.layer.parameters() if "Norm" in type(self.layer).__name__ else ():
+                p.normal_()  # torch starts them at 0 and 1
+        self.before = nn.Identity() if configuration.rows else nn.Linear(self.shape[-1], self.shape[-1])
+        self.head = nn.Linear(output.numel(), CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(self.before(x))).flatten(1))
+
+
+def frozen_batch_norm(kind: type[nn.Module]) -> nn.Module:
+    """A batch norm in eval mode with statistics other than 0 and 1."""
+    norm = kind(4).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return norm
+
+
+class Several(nn.Module):
+    """A chain of modules, some of which may be one and the same."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.chain:
+            x = torch.tanh(module(x))
+        return x
+
+
+def called_twice(module: nn.Module) -> nn.Module:
+    """Uses the module on its own output."""
+    return Several(module, module)
+
+
+def tied() -> nn.Module:
+    """Two linear layers of one weight."""
+    first, second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+    second.weight = first.weight
+    return Several(first, second)
+
+
+class Bag(nn.Module):
+    """A bag whose weights come from a table of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.weigh = nn.EmbeddingBag(7, 4, mode="sum", padding_idx=0), nn.Embedding(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bag(x, per_sample_weights=self.weigh(x).squeeze(-1))
+
+
+class Scaled(nn.Module):
+    """A bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Doubled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Recurrent(nn.Module):
+    """The outputs of a recurrent layer, without its hidden state."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.recurrent = kind(5, 4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0]
+
+
+class SelfAttention(nn.Module):
+    """Every position attends to those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        causal = torch.triu(torch.full((x.size(1), x.size(1)), -1e4, dtype=x.dtype), 1)
+        return self.attention(x, x, x, attn_mask=causal, need_weights=False)[0]
+
+
+LINEAR = {
+    "flat": Configuration(lambda: nn.Linear(5, 7), (5,)),
+    "without bias": Configuration(lambda: nn.Linear(5, 7, bias=False), (5,)),
+    "on 3-D": Configuration(lambda: nn.Linear(5, 7), (4, 5)),
+    "on 4-D": Configuration(lambda: nn.Linear(5, 7), (2, 3, 5)),
+    "few positions": Configuration(lambda: nn.Linear(40, 30), (3, 40)),
+    "many positions": Configuration(lambda: nn.Linear(5, 3), (150, 5)),
+    "called twice": Configuration(lambda: called_twice(nn.Linear(5, 5)), (4, 5)),
+    "tied weights": Configuration(tied, (5,)),
+}
+
+CONV = {
+    "1-D": Configuration(lambda: nn.Conv1d(4, 6, 3, padding=1), (4, 11)),
+    "1-D wide": Configuration(lambda: nn.Conv1d(24, 40, 3), (24, 6)),
+    "2-D": Configuration(lambda: nn.Conv2d(4, 6, 3), (4, 7, 6)),
+    "2-D wide": Configuration(lambda: nn.Conv2d(24, 40, 3, padding=1), (24, 3, 4)),
+    "2-D strided": Configuration(lambda: nn.Conv2d(4, 6, 4, 2, 1), (4, 9, 8)),
+    "2-D without bias": Configuration(lambda: nn.Conv2d(4, 6, 3, bias=False), (4, 5, 5)),
+    "2-D rectangular": Configuration(lambda: nn.Conv2d(4, 6, (3, 1), (2, 1), (1, 0), (1, 2)), (4, 7, 6)),
+    "3-D": Configuration(lambda: nn.Conv3d(4, 3, (2, 3, 1), (1, 2, 1), (1, 0, 1)), (4, 3, 5, 4)),
+    "two groups": Configuration(lambda: nn.Conv2d(4, 8, 3, groups=2), (4, 5, 6)),
+    "depthwise": Configuration(lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 5, 6)),
+    "same": Configuration(lambda: nn.Conv2d(4, 6, (3, 5), padding="same", dilation=(2, 1)), (4, 6, 7)),
+    "same, even kernel": Configuration(lambda: nn.Conv2d(4, 6, (4, 3), padding="same"), (4, 6, 7)),
+    "same, even kernel, circular": Configuration(
+        lambda: nn.Conv1d(4, 6, 4, padding="same", padding_mode="circular"), (4, 9)
+    ),
+    "valid": Configuration(lambda: nn.Conv2d(4, 6, 2, padding="valid"), (4, 4, 4)),
+    "reflect": Configuration(lambda: nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="reflect"), (4, 5, 6)),
+    "replicate": Configuration(lambda: nn.Conv3d(4, 2, 3, padding=1, padding_mode="replicate"), (4, 3, 2, 3)),
+    "circular": Configuration(lambda: nn.Conv1d(4, 6, 3, 2, padding=2, padding_mode="circular"), (4, 9)),
+    "called twice": Configuration(lambda: called_twice(nn.Conv2d(3, 3, 3, padding=1)), (3, 5, 4)),
+    "transposed, called twice": Configuration(lambda: called_twice(nn.ConvTranspose2d(3, 3, 2)), (3, 5, 4)),
+    "transposed 1-D": Configuration(lambda: nn.ConvTranspose1d(4, 6, 3, 2, output_padding=1), (4, 5)),
+    "transposed 2-D": Configuration(
+        lambda: nn.ConvTranspose2d(4, 6, (3, 2), (2, 3), (1, 0), (1, 2), groups=2), (4, 4, 3)
+    ),
+    "transposed 2-D, dilated": Configuration(lambda: nn.ConvTranspose2d(4, 3, 2, 1, 0, 1, dilation=2), (4, 4, 3)),
+    "transposed 2-D, wide": Configuration(lambda: nn.ConvTranspose2d(40, 24, 3, padding=1), (40, 3, 4)),
+    "transposed 3-D": Configuration(lambda: nn.ConvTranspose3d(4, 2, 2, 2, bias=False), (4, 2, 3, 2)),
+}
+
+NORM = {
+    "group": Configuration(lambda: nn.GroupNorm(2, 4), (4, 3, 5)),
+    "group 1-D": Configuration(lambda: nn.GroupNorm(2, 4), (4, 7)),
+    "group flat": Configuration(lambda: nn.GroupNorm(1, 4), (4,)),
+    "group 3-D": Configuration(lambda: nn.GroupNorm(4, 4), (4, 2, 3, 2)),
+    "instance 1-D": Configuration(lambda: nn.InstanceNorm1d(4, affine=True), (4, 7)),
+    "instance 2-D": Configuration(lambda: nn.InstanceNorm2d(4, affine=True), (4, 3, 5)),
+    "instance 3-D": Configuration(lambda: nn.InstanceNorm3d(4, affine=True), (4, 2, 3, 2)),
+    "layer": Configuration(lambda: nn.LayerNorm(5), (3, 5)),
+    "layer flat": Configuration(lambda: nn.LayerNorm(5), (5,)),
+    "layer deep": Configuration(lambda: nn.LayerNorm(5), (2, 3, 2, 5)),
+    "layer over two": Configuration(lambda: nn.LayerNorm((3, 5)), (2, 3, 5)),
+    "layer without bias": Configuration(lambda: nn.LayerNorm(5, bias=False), (3, 5)),
+    "rms": Configuration(lambda: nn.RMSNorm(5), (3, 5)),
+    "rms over two": Configuration(lambda: nn.RMSNorm((3, 5), eps=1e-3), (3, 5)),
+    "batch 1-D flat": Configuration(lambda: frozen_batch_norm(nn.BatchNorm1d), (4,)),
+    "batch 1-D": Configuration(lambda: frozen_batch_norm(nn.BatchNorm1d), (4, 7)),
+    "batch 2-D": Configuration(lambda: frozen_batch_norm(nn.BatchNorm2d), (4, 3, 5)),
+    "batch 3-D": Configuration(lambda: frozen_batch_norm(nn.BatchNorm3d), (4, 2, 3, 2)),
+}
+
+EMBEDDING = {
+    "tokens": Configuration(lambda: nn.Embedding(7, 4), (9,), 7),
+    "tokens with padding": Configuration(lambda: nn.Embedding(7, 4, padding_idx=0), (3, 4), 7),
+    "bag of sums": Configuration(lambda: nn.EmbeddingBag(7, 4, mode="sum"), (9,), 7),
+    "bag of means with padding": Configuration(lambda: nn.EmbeddingBag(7, 4, mode="mean", padding_idx=0), (9,), 7),
+    "weighted bag": Configuration(Bag, (9,), 7),
+}
+
+OPAQUE = {
+    "bare parameter": Configuration(Scaled, (5,)),
+    "own forward": Configuration(lambda: Doubled(5, 4), (3, 5)),
+    "weight_norm": Configuration(lambda: parametrizations.weight_norm(nn.Linear(5, 4)), (5,)),
+    "LSTM": Configuration(lambda: Recurrent(nn.LSTM), (3, 5)),
+    "GRU": Configuration(lambda: Recurrent(nn.GRU), (3, 5)),
+    "attention": Configuration(SelfAttention, (4, 6)),
+}
+
+LAYERS: dict[str, Configuration] = {
+    f"{kind}: {name}": configuration
+    for kind, group in {
+        "linear": LINEAR,
+        "conv": CONV,
+        "norm": NORM,
+        "embedding": EMBEDDING,
+        "other": OPAQUE,
+    }.items()
+    for name, configuration in group.items()
+}
