@@ -75,11 +75,14 @@ def spoil(kind: str, x: Tensor, probe: Tensor, target: int, reach: float) -> Non
         x[target] = 0
     elif kind == "zero gradient":
         probe[target] = 0
-    elif kind == "cancelling":  # one activation everywhere, gradients of alternating sign
-        x[:] = x.flatten(1)[:, 0].view(-1, *(1,) * (x.dim() - 1)).expand_as(x).clone()
-        indices = torch.stack(torch.meshgrid(*map(torch.arange, probe.shape[1:]), indexing="ij")).sum(0)
-        sizes = probe.flatten(1)[:, 0].view(-1, *(1,) * (probe.dim() - 1))
-        probe[:] = sizes * (-1.0) ** indices * (1 + 1e-4 * torch.randn_like(probe))
+    elif kind == "cancelling":  # one activation everywhere, gradients of alternating sign along some dimension
+        same = x.flatten(1)[:, 0].view(-1, *(1,) * (x.dim() - 1))
+        x[:] = same.expand_as(x).clone()
+        signs = probe.movedim(int(torch.randint(1, probe.dim(), ())), 1)
+        size = signs.shape[1]
+        signs[:] = signs[:, :1] * (-1.0) ** torch.arange(size).view(-1, *(1,) * (probe.dim() - 2))
+        signs *= 1 + 10 ** -float(torch.randint(3, 30, ())) * torch.randn_like(signs)
+        signs[:, size // 2 * 2 :] *= 10 ** -float(torch.randint(0, 34, ()))  # what is left over
     elif kind == "magnitudes" and x.is_floating_point():
         x *= powers(x.shape, reach)
         probe *= powers(probe.shape, reach)
