@@ -1,4 +1,4 @@
-"""The oracle: a loop over single examples with plain autograd in float64."""
+"""The oracle: a loop over single examples with plain autograd, in float64 unless told otherwise."""
 
 import copy
 from collections.abc import Callable
@@ -14,17 +14,17 @@ def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def one_example_loop(
-    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, bound: float
+    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, bound: float, dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Clipped sum and norms by one backward per example, on a float64 copy of the model."""
-    model = copy.deepcopy(model).double()
-    x = x.double() if x.is_floating_point() else x
+    """Clipped sum and norms by one backward per example, on a copy of the model in ``dtype``."""
+    model = copy.deepcopy(model).to(dtype)
+    x = x.to(dtype) if x.is_floating_point() else x
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    total = {name: torch.zeros_like(p) for name, p in trainable.items()}
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
     norms = torch.zeros(len(x), dtype=torch.float64)
     for i in range(len(x)):
         grads = torch.autograd.grad(loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(trainable.values()))
-        norms[i] = torch.stack([g.norm() for g in grads]).norm()
+        norms[i] = torch.stack([g.double().norm() for g in grads]).norm()
         for name, g in zip(trainable, grads, strict=True):
             total[name] += g * min(1.0, bound / float(norms[i]))
     return total, norms
