@@ -100,7 +100,7 @@ def write_plot(path: Path, config: TrainConfig, plan: Plan, history: Sequence[Ep
     axes.set_xlim(left=0)
     axes.set_xlabel(f"\N{GREEK SMALL LETTER EPSILON} spent, at \N{GREEK SMALL LETTER DELTA} = {plan.delta:g}")
     axes.set_ylabel("test accuracy")
-    axes.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(decimals=None))
     axes.grid(alpha=0.3)
     title = f"{config.dataset}, {config.model}: {accuracies[-1]:.1f}% after {history[-1].step} of {plan.steps} steps"
     if config.seeded:
