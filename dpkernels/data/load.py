@@ -78,7 +78,7 @@ def load_dataset(
     name_or_folder: str | os.PathLike[str],
     root: str | os.PathLike[str] | None = None,
     *,
-    value_range: tuple[float, float] = (0.0, 1.0),
+    value_range: tuple[float, float] = (-1.0, 1.0),
     num_classes: int | None = None,
     download: bool = False,
 ) -> ImageDataset:
@@ -91,6 +91,7 @@ def load_dataset(
     one such tar. A name wins over a folder of the same name: write "./mnist" for the folder.
     root: where named data sets lie, each in its own folder; else the environment variable DPKERNELS_DATA, else ./data.
     value_range: what pixels are scaled to, a fixed range: constants taken from private data would have to be paid for.
+        Centred on zero by default, where networks with tanh learn faster.
     num_classes: the number of classes of a folder with IDX files, 10 unless given. download: let torchvision download.
 
     Raises FileNotFoundError that says where it looked and what to put there, and ValueError that names the file, what
