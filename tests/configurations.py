@@ -132,6 +132,7 @@ class SelfAttention(nn.Module):
 LINEAR = {
     "flat": Configuration(lambda: nn.Linear(5, 7), (5,)),
     "without bias": Configuration(lambda: nn.Linear(5, 7, bias=False), (5,)),
+    "few outputs of many inputs": Configuration(lambda: nn.Linear(1030, 3), (1030,)),
     "on 3-D": Configuration(lambda: nn.Linear(5, 7), (4, 5)),
     "on 4-D": Configuration(lambda: nn.Linear(5, 7), (2, 3, 5)),
     "few positions": Configuration(lambda: nn.Linear(40, 30), (3, 40)),

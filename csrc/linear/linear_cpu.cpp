@@ -15,8 +15,8 @@
 // Clipped sums: sum_b w_b sum_t g_bt a_bt^T, one matrix product over all rows in double, in which products of two
 // floats are exact. It adds an example's positions to those of others, so one whose positions are large and cancel
 // rounds what the others add: by at most 2^-53 k w S for sums of k terms. Therefore a squared norm carries (2^-22 k
-// S)^2 as well, which keeps that below 2^-31 C; the bias likewise, with S = sum_t ||g_t||. A tile of the weight walks
-// over all examples in order: the result does not depend on the number of threads.
+// S)^2 as well, which keeps that below 2^-31 C. The bias, cheaper, sums an example's positions before it adds them. A
+// tile of the weight walks over all examples in order: the result does not depend on the number of threads.
 #include "linear/linear.h"
 
 #define DPK_BODY "linear/linear_cpu.cpp"

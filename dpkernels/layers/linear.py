@@ -36,8 +36,10 @@ class LinearLayer(Layer):
 
     def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
         if len(record.saved) == 2:  # ||g a^T||^2 = ||a||^2 ||g||^2, and the bias is an input of 1
-            inputs = record.saved[1] * ("weight" in slots) + ("bias" in slots)
-            return inputs * row_squared_norms(record.output_grad)
+            # Squares of float64 may vanish below its range where the other factor is large.
+            x, least = record.saved[0], torch.finfo(torch.float64).tiny
+            inputs = (record.saved[1] + x.size(1) * least) * ("weight" in slots) + ("bias" in slots)
+            return inputs * (row_squared_norms(record.output_grad) + record.output_grad.size(1) * least)
         return linear_squared_norms(*_rows(record), weight="weight" in slots, bias="bias" in slots)
 
     def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
