@@ -26,7 +26,9 @@ PRECISIONS = {
     "autocast": torch.float32,
 }
 WIDE = 5.4  # how many times as many decades float64 has as float32
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Using padding='same'")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:There is a performance drop", "ignore:Using padding='same'", "ignore:Mismatch dtype"
+)
 
 
 def context(precision: str) -> AbstractContextManager[object]:

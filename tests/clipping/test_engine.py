@@ -6,8 +6,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -410,37 +408,6 @@ def test_a_forward_that_changes_a_buffer_raises(parameter: bool) -> None:
             model(torch.randn(BATCH, FEATURES))
         model[0].eval()
         clipper.backward(model(torch.randn(BATCH, FEATURES)).sum(1))
-
-
-# ---- the bound ------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    scale=st.floats(-30, 30).map(lambda e: 10.0**e),
-    bound=st.floats(-10, 10).map(lambda e: 10.0**e),
-    seed=st.integers(0, 10**6),
-    kind=st.sampled_from(["flat", "cancelling", "duplicate", "zero", "huge entry"]),
-)
-def test_no_example_contributes_more_than_the_bound(scale: float, bound: float, seed: int, kind: str) -> None:
-    """sum(D + x) - sum(D), measured in float64, is at most ``l2_bound`` for any input."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, CLASSES))
-    x, y = torch.randn(9, 3, FEATURES), torch.randint(0, CLASSES, (9,))
-    if kind == "cancelling":
-        x[8, 1] = -x[8, 0] * (1 + 1e-4)
-    elif kind == "duplicate":
-        x[:], y[:] = x[8].clone(), y[8].clone()
-    elif kind == "zero":
-        x[8] = 0
-    elif kind == "huge entry":
-        x[8, 0, 0] = 3e38
-    factor = torch.tensor(scale, dtype=torch.float32)
-    with GhostClipper(model, bound) as clipper:
-        with_x = clipper.backward(cross_entropy(model, x * factor, y) * factor)
-        without = clipper.backward(cross_entropy(model, x[:8] * factor, y[:8]) * factor)
-    difference = torch.cat([(with_x.grads[name] - without.grads[name]).flatten() for name in with_x.grads])
-    assert float(difference.norm()) <= with_x.l2_bound
 
 
 # ---- check ----------------------------------------------------------------------------------------------------------
