@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"NOT PRIVATE: --seed {first.seed} makes the noise reproducible. For tests and comparisons only.")
     print(
         f"{first.model} on {dataset.name}: {args.canaries} canaries, batch size {first.batch_size}, "
-        f"{first.epochs:g} epochs, learning rate {first.lr:.3g}, max_grad_norm {first.max_grad_norm:g}\n\n"
+        f"epochs {first.epochs:g}, learning rate {first.lr:.3g}, max_grad_norm {first.max_grad_norm:g}\n\n"
         "  claim  lower bound  guesses  correct  test accuracy",
         flush=True,
     )
