@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks.machine import machine
 from dpkernels import models
 from dpkernels.clipping import GhostClipper
 from tests.clipping.oracle import cross_entropy, deviation, one_example_loop
@@ -86,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     names = [name for name in CONFIGURATIONS if parser.parse_args().only in name]
+    print(", ".join(f"{what}: {value}" for what, value in machine().items()), end="\n\n")
     print("| configuration | sums | clipped sums | norms above | autograd in float32 |")
     print("| --- | --- | --- | --- | --- |")
     rows = []
