@@ -60,7 +60,7 @@ struct ConvBiasSumParams {
   int64_t batch, channels, positions;
 };
 
-// Squared gradient norms of the examples begin <= b < end, rounded upward.
+// Squared gradient norms of the examples begin <= b < end, never below those of what the clipped sums add.
 template <typename T>
 void conv_squared_norms_cpu(const ConvNormParams<T>& params, int64_t begin, int64_t end);
 

@@ -45,8 +45,8 @@ def conv_squared_norms(
             or ``auto``.
 
     Returns:
-        Squared norms, float64 [batch], rounded upward: below neither the norm of the exact gradient nor that of what
-        :func:`conv_clipped_sums` adds. Weight gradients [batch, *weight.shape] in the input's dtype (float32 for half
+        Squared norms, float64 [batch]: never below that of what :func:`conv_clipped_sums` adds, which in float32 may be
+        a rounding away from the exact gradient. Weight gradients [batch, *weight.shape] in the input's dtype (float32 for half
         precision), None unless stored; in memory the outputs come last. Bias gradients, float64 [batch, out_channels],
         None unless ``bias``.
 
