@@ -46,9 +46,9 @@ def conv_squared_norms(
 
     Returns:
         Squared norms, float64 [batch]: never below that of what :func:`conv_clipped_sums` adds, which in float32 may be
-        a rounding away from the exact gradient. Weight gradients [batch, *weight.shape] in the input's dtype (float32 for half
-        precision), None unless stored; in memory the outputs come last. Bias gradients, float64 [batch, out_channels],
-        None unless ``bias``.
+        a rounding away from the exact gradient. Weight gradients [batch, *weight.shape] in the input's dtype (float32
+        for half precision), None unless stored; in memory the outputs come last. Bias gradients, float64
+        [batch, out_channels], None unless ``bias``.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit.
