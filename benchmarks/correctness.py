@@ -336,7 +336,9 @@ def outcome(case: Case, engine: str) -> str:
         return f"{'refused' if case.refuse else 'raises'} ({type(error).__name__})"
     if off < (0.05 if case.autocast else RIGHT):
         return f"right ({off:.0e})"
-    return "**accepted**" if math.isinf(off) else f"**wrong**, {off:.1e}"
+    if math.isinf(off):
+        return "**accepted**"
+    return "**wrong**, NaN" if math.isnan(off) else f"**wrong**, {off:.1e}"
 
 
 def table() -> str:
