@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dpkernels.clipping import rounding
+from dpkernels.clipping import loss, rounding
 from dpkernels.clipping.patch import is_patched, patch, unpatch
 from dpkernels.clipping.survey import survey
 from dpkernels.layers import Layer, Record, Rule
@@ -68,7 +68,8 @@ class GhostClipper:
         max_grad_norm: the bound C, in [1e-10, 1e10], or ``inf`` for no clipping.
         memory: "keep" holds activations and output gradients between the passes; "lean" runs backward twice instead
             (only with :meth:`backward`).
-        loss_reduction: how an ordinary scalar loss is reduced over the batch: "mean" or "sum".
+        loss_reduction: how an ordinary scalar loss is reduced over the batch: "mean" or "sum". A loss that is neither,
+            such as a mean with class weights, is refused as far as its graph shows.
 
     Raises:
         UnsupportedModelError: the model mixes examples or changes state in its training forward; names module and fix.
@@ -107,6 +108,7 @@ class GhostClipper:
         self._modules = [rule.module for rule in rules]
         for rule in rules:
             patch(rule.module, self._captured(rule))
+        loss.listen(self)
 
     @property
     def l2_bound(self) -> float:
@@ -180,6 +182,7 @@ class GhostClipper:
             unpatch(module)
         for handle in self._watched.values():
             handle.remove()
+        loss.forget(self)
         self._modules, self._watched = [], {}
         self.discard()
 
@@ -268,6 +271,7 @@ class GhostClipper:
 
     def _leave_ordinary_backward(self) -> None:
         try:
+            loss.require_plain(self.loss_reduction, self._batch.rows or 0)
             scale = float(self._batch.rows or 1) if self.loss_reduction == "mean" else 1.0
             self._result = self._sum(self._weigh(scale))
         finally:

@@ -244,7 +244,8 @@ class _Run:
             seconds=self.seconds,
             statement=self.optimizer.privacy_statement(),
         )
-        report.write_model(self.folder.model, self.model, self.config, self.plan)
+        scale = self.dataset.test.value_range
+        report.write_model(self.folder.model, self.model, self.config, self.plan, pixel_range=scale)
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
         write_json(self.folder.metrics, document)
         return document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,13 +63,19 @@ def metrics(
     }
 
 
-def write_model(path: Path, model: nn.Module, config: TrainConfig, plan: Plan) -> None:
-    """The weights as safetensors; tied ones are stored once. What it is and what it guarantees go into the metadata."""
+def write_model(
+    path: Path, model: nn.Module, config: TrainConfig, plan: Plan, *, pixel_range: tuple[float, float]
+) -> None:
+    """The weights as safetensors; tied ones are stored once.
+
+    What it is, what its input must be scaled to, and what it guarantees go into the metadata.
+    """
     from safetensors.torch import save_model
 
     metadata = {
         "dataset": config.dataset,
         "model": config.model,
+        "pixel_range": json.dumps(pixel_range),
         "epsilon": repr(plan.epsilon),
         "delta": repr(plan.delta),
         "private": str(not config.seeded).lower(),

@@ -26,7 +26,7 @@ def one_example_loop(
         grads = torch.autograd.grad(loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(trainable.values()))
         norms[i] = torch.stack([g.double().norm() for g in grads]).norm()
         for name, g in zip(trainable, grads, strict=True):
-            total[name] += g * min(1.0, bound / float(norms[i]))
+            total[name] += g * (bound / float(norms[i]) if norms[i] > bound else 1.0)
     return total, norms
 
 

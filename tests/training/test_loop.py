@@ -87,6 +87,7 @@ def test_what_a_run_leaves(reference: RunResult, digits: ImageDataset) -> None:
     assert accuracy(model, digits.test) == metrics["test_accuracy"]
     with safe_open(str(folder.model), "pt") as file:
         assert file.metadata()["private"] == "false"
+        assert json.loads(file.metadata()["pixel_range"]) == list(digits.test.value_range)
     with Ledger(folder.ledger, seeded=True) as ledger:
         assert ledger.steps == STEPS
 
