@@ -26,7 +26,7 @@ def test_equals_the_one_example_loop(name: str, dtype: torch.dtype) -> None:
     bound = float(norms.median())
     expected, norms = one_example_loop(model, cross_entropy, x, y, bound)
     output = model(x)
-    tolerance = 5e-5 if dtype == torch.float32 else 1e-9
+    tolerance = 5e-5 if dtype == torch.float32 else 2e-10  # norms are rounded up by what cancels: 8e-11 at most here
     for memory in ("keep", "lean"):
         with GhostClipper(model, bound, memory=memory) as clipper:
             assert torch.equal(model(x), output)

@@ -47,7 +47,7 @@ def assert_exact(model: nn.Module, x: Tensor, dtype: torch.dtype = torch.float64
     _, norms = one_example_loop(model, cross_entropy, x, y, 1.0)
     bound = float(norms.median())
     expected, norms = one_example_loop(model, cross_entropy, x, y, bound)
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-9
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-10  # norms are rounded up by what cancels: 8e-11 at most here
     for memory in ("keep", "lean"):
         with GhostClipper(model, bound, memory=memory) as clipper:
             result = clipper.backward(cross_entropy(model, x, y))
