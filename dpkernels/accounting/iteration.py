@@ -11,7 +11,8 @@ order every epoch; every step adds Gaussian noise; only the last iterate is rele
 
 The guarantee differs from example to example: the last batch has none to speak of beyond its own noise. ``coverage`` is
 the fraction of the examples, in the order of their batches, for which the figure holds; Tramer & Boneh draw their
-figure 9 for 99%. For the other examples use ``coverage=1``.
+figure 9 for 99%. For the other examples use ``coverage=1``. That figure also composes the epochs as if each
+released its iterate, which ``every_epoch=True`` does; hiding all but the very last needs less noise.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def iteration_bound(
     learning_rate: float,
     smoothness: float,
     coverage: float = 0.99,
+    every_epoch: bool = False,
 ) -> Bound:
     """Epsilon at ``delta``, for all but a fraction 1 - ``coverage`` of the examples, of releasing the last iterate.
 
@@ -44,21 +46,23 @@ def iteration_bound(
         learning_rate: factor of the noisy gradient, in the scale in which ``smoothness`` is that of the minimised mean.
         smoothness: Lipschitz constant of the gradient of the minimised mean.
         coverage: fraction of the examples for which epsilon holds, in (0, 1].
+        every_epoch: the iterate at the end of each epoch may be released too; the epochs are composed.
 
     An example in batch t of n has Rényi divergence alpha / (2 sigma^2) times (epochs - 1) / n + 1 / (n + 1 - t) for
     adding or removing it: the noise of n steps hides each use before the next one, and that of n + 1 - t steps the last
-    (contractive noisy iterations, Feldman et al., with the shift of each use spread evenly over these steps).
+    (contractive noisy iterations, Feldman et al., with the shift of each use spread evenly over these steps). With
+    ``every_epoch`` it is epochs / (n + 1 - t).
     """
     check_step(learning_rate, smoothness)
     sigma = check_number("noise_multiplier", noise_multiplier, 0.0, math.inf, "a finite number >= 0")
     delta = check_delta(delta)
-    share, words = _unhidden_share(dataset_size, batch_size, epochs, coverage)
+    share, words = _unhidden_share(dataset_size, batch_size, epochs, coverage, every_epoch)
     if sigma == 0.0:
         return Bound(math.inf, math.inf, "iteration", "no noise")
     found = rdp_bound([Gaussian(sigma / math.sqrt(share))], delta)
     method = (
         f"privacy amplification by iteration for {words}: convex smooth Lipschitz losses, fixed batches, the last "
-        "iterate alone, not composed with any other accounting of the same steps"
+        f"iterate {'of every epoch' if every_epoch else 'alone'}, not composed with any other accounting of these steps"
     )
     return Bound(found.upper, 0.0, "iteration", method)
 
@@ -73,11 +77,12 @@ def iteration_noise_multiplier(
     learning_rate: float,
     smoothness: float,
     coverage: float = 0.99,
+    every_epoch: bool = False,
 ) -> float:
     """The noise multiplier, to 0.1%, at which ``iteration_bound`` meets ``target_epsilon`` and its 0.999-fold does
     not."""
     check_step(learning_rate, smoothness)
-    share, _ = _unhidden_share(dataset_size, batch_size, epochs, coverage)
+    share, _ = _unhidden_share(dataset_size, batch_size, epochs, coverage, every_epoch)
     from dpkernels.accounting.calibration import noise_multiplier
 
     # The divergence is that of one Gaussian release, which a single step on all data is too.
@@ -96,7 +101,9 @@ def check_step(learning_rate: float, smoothness: float) -> None:
         )
 
 
-def _unhidden_share(dataset_size: int, batch_size: int, epochs: int, coverage: float) -> tuple[float, str]:
+def _unhidden_share(
+    dataset_size: int, batch_size: int, epochs: int, coverage: float, every_epoch: bool
+) -> tuple[float, str]:
     """What iteration leaves of one step's divergence for the worst covered example, and who is covered, in words."""
     size, batch, passes = (
         check_count("dataset_size", dataset_size),
@@ -111,5 +118,5 @@ def _unhidden_share(dataset_size: int, batch_size: int, epochs: int, coverage: f
         raise ValueError(f"coverage must be {what}, got {coverage!r}")
     batches = -(-size // batch)
     last = max(1, math.ceil(math.ceil(fraction * size) / batch))
-    share = (passes - 1) / batches + 1 / (batches + 1 - last)
+    share = passes / (batches + 1 - last) if every_epoch else (passes - 1) / batches + 1 / (batches + 1 - last)
     return share, f"the examples of the first {last} of {batches} batches (at least {fraction:.4g} of all)"

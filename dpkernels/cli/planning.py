@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import Any
 
-from dpkernels.accounting import SampledGaussian, bound, plan
+from dpkernels.accounting import Plan, SampledGaussian, bound, noise_multiplier, plan
+from dpkernels.accounting.accountants import Accountant
+from dpkernels.accounting.iteration import iteration_noise_multiplier
 from dpkernels.accounting.mechanisms import check_count
 from dpkernels.cli.parsing import add_accountant, add_privacy_target
 from dpkernels.training import default_delta
+from dpkernels.training.files import write_atomically
+
+PLOTTED_EPSILONS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0, 30.0, 50.0, 70.0, 100.0)
 
 
 def add_to(commands: Any) -> None:
@@ -26,6 +32,13 @@ def add_to(commands: Any) -> None:
     length.add_argument("--epochs", type=float, metavar="E", help="passes over the data, fractions too")
     length.add_argument("--steps", type=int, metavar="T", help="steps, instead of --epochs")
     add_privacy_target(planner)
+    planner.add_argument("--plot", type=Path, metavar="PNG", help="draw the noise that each epsilon needs")
+    planner.add_argument(
+        "--iteration",
+        action="store_true",
+        help="beside it the noise by amplification by iteration, for convex losses, fixed batches in a fixed order and "
+        "steps of at most 2 / smoothness, where nothing but the last iterate is seen; for 99%% of the examples",
+    )
     add_accountant(planner)
     planner.set_defaults(run=run_plan)
 
@@ -57,8 +70,12 @@ def run_plan(args: argparse.Namespace) -> int:
         delta=default_delta(size) if args.delta is None else args.delta,
         accountant=args.accountant,
     )
+    iterated = _by_iteration(planned, planned.epsilon) if args.iteration else {}
+    if args.plot:
+        _draw_noise(args.plot, planned, args.accountant, iteration=args.iteration)
     if args.json:
         _print_json(
+            **{f"{name.replace(' ', '_')}_noise_multiplier": value for name, value in iterated.items()},
             noise_multiplier=planned.noise_multiplier,
             sampling_rate=planned.sampling_rate,
             steps=planned.steps,
@@ -71,8 +88,69 @@ def run_plan(args: argparse.Namespace) -> int:
             statement=str(planned),
         )
     else:
-        print(f"noise multiplier {planned.noise_multiplier:.6g}, {planned.steps} steps\n\n{planned}")
+        print(f"noise multiplier {planned.noise_multiplier:.6g}, {planned.steps} steps")
+        for name, value in iterated.items():
+            print(f"noise multiplier {value:.6g} with {name} (convex smooth losses, for 99% of the examples)")
+        print(f"\n{planned}")
+        if args.plot:
+            print(f"\nplot           {args.plot}")
     return 0
+
+
+def _by_iteration(planned: Plan, epsilon: float) -> dict[str, float]:
+    """Noise multipliers for the same run under amplification by iteration, by what is released."""
+    if planned.epochs is None or planned.epochs % 1:
+        raise ValueError(f"epochs must be a whole number for --iteration, got {planned.epochs}")
+    return {
+        name: iteration_noise_multiplier(
+            target_epsilon=epsilon,
+            dataset_size=planned.dataset_size,
+            batch_size=planned.batch_size,
+            epochs=int(planned.epochs),
+            delta=planned.delta,
+            learning_rate=1.0,  # a step of at most 2 / smoothness, whatever it is, gives the same
+            smoothness=2.0,
+            every_epoch=every_epoch,
+        )
+        for name, every_epoch in (
+            ("amplification by iteration", False),
+            ("amplification by iteration releasing epochs", True),
+        )
+    }
+
+
+def _draw_noise(path: Path, planned: Plan, accountant: Accountant, *, iteration: bool) -> None:
+    """Noise multiplier against epsilon, at the plan's sampling rate, steps and delta."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    curves: dict[str, list[float]] = {}
+    for target in PLOTTED_EPSILONS:
+        found = {
+            f"DP-SGD ({accountant})": noise_multiplier(
+                target_epsilon=target,
+                delta=planned.delta,
+                sampling_rate=planned.sampling_rate,
+                steps=planned.steps,
+                accountant=accountant,
+            )
+        }
+        for name, value in (found | (_by_iteration(planned, target) if iteration else {})).items():
+            curves.setdefault(name, []).append(value)
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for (name, values), style in zip(curves.items(), ("-", "--", ":"), strict=False):
+        axes.loglog(PLOTTED_EPSILONS, values, style, marker="o", markersize=3, linewidth=1.5, label=name)
+    axes.plot([planned.epsilon], [planned.noise_multiplier], "k*", markersize=10, label="this plan")
+    axes.set_xlabel(f"\N{GREEK SMALL LETTER EPSILON}, at \N{GREEK SMALL LETTER DELTA} = {planned.delta:g}")
+    axes.set_ylabel("noise multiplier")
+    axes.set_title(
+        f"{planned.steps} steps of {planned.batch_size} examples out of {planned.dataset_size}", fontsize="medium"
+    )
+    axes.grid(which="both", alpha=0.2)
+    axes.legend(frameon=False)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))
 
 
 def run_epsilon(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,20 @@ def test_plan_as_json_meets_its_target(capsys: pytest.CaptureFixture[str]) -> No
     assert found["sampling_rate"] == 512 / 60000
     assert found["noise_multiplier"] > 0.5
     assert "differentially private" in found["statement"]
+
+
+def test_the_noise_of_iteration_stands_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figure_9 = ["plan", "--dataset-size", "50000", "--batch-size", "512", "--delta", "1e-5", "--epochs", "10"]
+    figure_9 += ["--epsilon", "3", "--accountant", "rdp", "--iteration"]
+    assert main([*figure_9, "--json", "--plot", str(tmp_path / "figure9.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    last, every = (found[f"amplification_by_iteration{which}_noise_multiplier"] for which in ("", "_releasing_epochs"))
+    assert found["noise_multiplier"] < last < every
+    assert (tmp_path / "figure9.png").read_bytes().startswith(b"\x89PNG")
+    assert main(figure_9) == 0
+    assert f"noise multiplier {last:.6g} with amplification by iteration (convex" in capsys.readouterr().out
+    assert main([*figure_9[:7], "--epochs", "1.5", *figure_9[9:]]) == 2
+    assert "--epochs must be a whole number" in capsys.readouterr().err
 
 
 def test_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
