@@ -41,10 +41,15 @@ inline Tensor empty_double(const Tensor& like, std::initializer_list<int64_t> si
 
 // The wrappers in dpkernels/ops raise the errors that users see; these checks keep a direct call of an operator from
 // reading out of bounds.
-inline void check_input(const Tensor& t, const char* name, int64_t dim, ScalarType type) {
-  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous(), name, " must be a contiguous CPU tensor");
+inline void check_kind(const Tensor& t, const char* name, int64_t dim, ScalarType type) {
+  STD_TORCH_CHECK(t.is_cpu(), name, " must be a CPU tensor");
   STD_TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dimensions, got ", t.dim());
   STD_TORCH_CHECK(t.scalar_type() == type, name, " has an unexpected dtype");
+}
+
+inline void check_input(const Tensor& t, const char* name, int64_t dim, ScalarType type) {
+  check_kind(t, name, dim, type);
+  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
 }
 
 inline void check_size(bool equal, const char* what) { STD_TORCH_CHECK(equal, "sizes do not match: ", what); }

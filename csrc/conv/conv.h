@@ -22,6 +22,12 @@ struct ConvShape {
   int64_t padded(int d) const { return in[d] + 2 * padding[d]; }
 };
 
+// How far apart an operand's channels lie, and its pixels (positions): [channels, pixels], or the other way round in
+// torch's channels-last format. Examples follow each other.
+struct ConvLayout {
+  int64_t channel, pixel;
+};
+
 // How a squared norm is computed.
 enum class ConvStrategy : int64_t {
   kAuto = 0,    // the cheaper way by the cost model in plan.h
@@ -34,7 +40,9 @@ struct ConvNormParams {
   ConvShape shape;
   const T* input;         // [batch, in_channels, *in]; null: the weight does not count
   const T* output_grads;  // [batch, out_channels, *out]
-  const T* bias_source;   // [batch, bias_channels, bias_positions]; null: the bias does not count
+  ConvLayout input_layout, output_layout;
+  const T* bias_source;  // [batch, bias_channels, bias_positions]; null: the bias does not count
+  ConvLayout bias_layout;
   int64_t bias_channels, bias_positions;
   double* squared_norms;  // [batch]
   T* weight_grads;        // [batch, rows, out_channels] or null; the norm is then of these very numbers
@@ -47,6 +55,7 @@ struct ConvSumParams {
   ConvShape shape;
   const T* input;         // [batch, in_channels, *in]
   const T* output_grads;  // [batch, out_channels, *out]
+  ConvLayout input_layout, output_layout;
   const double* weights;  // [batch]; an example of weight 0 is skipped
   const bool* wide;       // [batch]; accumulated in double: from conv_wide_examples_cpu
   double* partial_sums;   // [slices, out_channels, rows]
@@ -54,7 +63,8 @@ struct ConvSumParams {
 
 template <typename T>
 struct ConvBiasSumParams {
-  const T* source;        // [batch, channels, positions]
+  const T* source;  // [batch, channels, positions]
+  ConvLayout layout;
   const double* weights;  // [batch]; an example of weight 0 is skipped
   double* sum;            // [channels]
   int64_t batch, channels, positions;

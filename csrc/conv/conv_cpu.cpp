@@ -43,9 +43,9 @@ class WeightNorm {
  public:
   explicit WeightNorm(const ConvNormParams<T>& params) : q(params), s(params.shape) {
     if (q.strategy == ConvStrategy::kGram)
-      gram = std::make_unique<GramNorm<T, T>>(s);
+      gram = std::make_unique<GramNorm<T, T>>(s, q.input_layout, q.output_layout);
     else
-      direct = std::make_unique<DirectNorm<T, T>>(s);
+      direct = std::make_unique<DirectNorm<T, T>>(s, q.input_layout, q.output_layout);
     for (int i = 0; i < 3; ++i)
       reads *= std::min<double>(s.out[i], (s.kernel[i] - 1) / (s.stride[i] / std::gcd(s.stride[i], s.dilation[i])) + 1);
   }
@@ -57,7 +57,8 @@ class WeightNorm {
     const bool wide = leaves_range<T>(largest_x * largest_g, s.positions());
     if (gram) return gram_squared(x, g, inputs * largest_x * largest_x + outputs * largest_g * largest_g, wide);
     T* stored = q.weight_grads ? q.weight_grads + b * s.rows() * s.out_channels : nullptr;
-    const double square = wide ? DirectNorm<T, double>(s).squared(x, g, stored) : direct->squared(x, g, stored);
+    const double square = wide ? DirectNorm<T, double>(s, q.input_layout, q.output_layout).squared(x, g, stored)
+                               : direct->squared(x, g, stored);
     const double magnitude = std::sqrt(reads * inputs * outputs) * largest_x * largest_g;
     return raised(square, unit_roundoff<double>() * (s.positions() / kDepth + 4) * magnitude);
   }
@@ -75,7 +76,7 @@ class WeightNorm {
     const double error = wide ? DirectNorm<T, double>::error(s.positions()) : DirectNorm<T, T>::error(s.positions());
     if (const auto [term, form] = upward(*gram, x, g, squares); term <= 0.01 * form.squared)
       return raised(form.squared + term, error * form.magnitude);
-    if (!wide_gram) wide_gram = std::make_unique<GramNorm<T, double>>(s);
+    if (!wide_gram) wide_gram = std::make_unique<GramNorm<T, double>>(s, q.input_layout, q.output_layout);
     const auto [term, form] = upward(*wide_gram, x, g, squares);
     return raised(std::max(form.squared, 0.) + term, error * form.magnitude);
   }
@@ -101,12 +102,10 @@ class WeightNorm {
 template <typename T>
 double bias_squared_norm(const ConvNormParams<T>& q, int64_t b) {
   double* grads = q.bias_grads + b * q.bias_channels;
-  double magnitude = 0;  // sum of squares of all terms
-  for (int64_t c = 0; c < q.bias_channels; ++c) {
-    const T* row = q.bias_source + (b * q.bias_channels + c) * q.bias_positions;
-    grads[c] = sum_of(row, q.bias_positions);
-    magnitude += sum_of_squares(row, q.bias_positions);
-  }
+  const T* source = q.bias_source + b * q.bias_channels * q.bias_positions;
+  for (int64_t c = 0; c < q.bias_channels; ++c)
+    grads[c] = sum_of(source + c * q.bias_layout.channel, q.bias_positions, q.bias_layout.pixel);
+  const double magnitude = sum_of_squares(source, q.bias_channels * q.bias_positions);  // of all terms
   // A sum of n terms errs by at most n u times their magnitudes' sum, itself at most sqrt(n) times their norm.
   const double error = unit_roundoff<double>() * q.bias_positions * std::sqrt(q.bias_positions * magnitude);
   const double norm = std::sqrt(sum_of_squares(grads, q.bias_channels)) + error;

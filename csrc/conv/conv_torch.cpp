@@ -22,14 +22,24 @@ int64_t positions_of(const Tensor& t) {
   return positions;
 }
 
+// How a map [batch, channels, *map] lies in memory: plainly, or with the channels last.
+ConvLayout layout_of(const Tensor& t, const char* name) {
+  if (t.is_contiguous()) return {positions_of(t), 1};
+  int64_t dense = t.size(1);
+  bool channels_last = t.stride(1) == 1;
+  for (int64_t i = t.dim() - 1; i >= 2; dense *= t.size(i--)) channels_last &= t.stride(i) == dense;
+  STD_TORCH_CHECK(channels_last && t.stride(0) == dense, name, " must be contiguous or channels-last");
+  return {1, t.size(1)};
+}
+
 // The shape of the convolution whose weight gradient is wanted, lifted to three dimensions: a transposed convolution
 // swaps its two maps, and its output may reach beyond what the input does.
 ConvShape shape_of(const Tensor& input, const Tensor& output_grads, const Ints& kernel, const Ints& stride,
                    const Ints& padding, const Ints& dilation, int64_t groups, bool transposed) {
   const int64_t dims = kernel.size();
   check_size(1 <= dims && dims <= 3, "kernel_size");
-  check_input(input, "input", dims + 2, input.scalar_type());
-  check_input(output_grads, "output_grads", dims + 2, input.scalar_type());
+  check_kind(input, "input", dims + 2, input.scalar_type());
+  check_kind(output_grads, "output_grads", dims + 2, input.scalar_type());
   check_size(input.size(0) == output_grads.size(0), "input, output_grads");
   for (const Ints* setting : {&stride, &padding, &dilation})
     check_size(setting->size() == kernel.size(), "kernel_size, stride, padding, dilation");
@@ -88,6 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tens
   if (chosen == ConvStrategy::kAuto) chosen = store ? ConvStrategy::kDirect : conv_strategy(s);
   check_size(!store || chosen == ConvStrategy::kDirect, "store, strategy");
   const bool stored = store && weight;
+  const ConvLayout input_layout = layout_of(input, "input"), grads_layout = layout_of(output_grads, "output_grads");
   const int64_t channels = output_grads.size(1), positions = positions_of(output_grads);
   Tensor result = empty_double(input, {s.batch});
   const Ints stored_sizes = stored ? around({s.batch, s.group_in()}, kernel, {s.out_channels}) : Ints{0};
@@ -100,7 +111,10 @@ std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tens
     const ConvNormParams<T> params{s,
                                    weight ? map : nullptr,
                                    grads,
+                                   transposed ? grads_layout : input_layout,
+                                   transposed ? input_layout : grads_layout,
                                    bias ? data<T>(output_grads) : nullptr,
+                                   grads_layout,
                                    channels,
                                    positions,
                                    mutable_data<double>(result),
@@ -119,6 +133,7 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& outpu
   check_input(weights, "weights", 1, ScalarType::Double);
   check_size(weights.size(0) == s.batch, "weights, input");
   const ConvSumGrid grid(s);
+  const ConvLayout input_layout = layout_of(input, "input"), grads_layout = layout_of(output_grads, "output_grads");
   const int64_t channels = output_grads.size(1), positions = positions_of(output_grads);
   const int64_t size = s.rows() * s.out_channels;
   const Ints sum_sizes = weight ? around({s.out_channels, s.group_in()}, kernel) : Ints{0};
@@ -132,6 +147,8 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& outpu
       const ConvSumParams<T> params{s,
                                     data<T>(transposed ? output_grads : input),
                                     data<T>(transposed ? input : output_grads),
+                                    transposed ? grads_layout : input_layout,
+                                    transposed ? input_layout : grads_layout,
                                     data<double>(weights),
                                     wide.get(),
                                     mutable_data<double>(partial)};
@@ -153,8 +170,13 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& outpu
       }
     }
     if (bias) {
-      const ConvBiasSumParams<T> params{
-          data<T>(output_grads), data<double>(weights), mutable_data<double>(bias_sum), s.batch, channels, positions};
+      const ConvBiasSumParams<T> params{data<T>(output_grads),
+                                        grads_layout,
+                                        data<double>(weights),
+                                        mutable_data<double>(bias_sum),
+                                        s.batch,
+                                        channels,
+                                        positions};
       parallel(channels, s.batch * positions,
                [&](int64_t begin, int64_t end) { conv_bias_sums_cpu(params, begin, end); });
     }

@@ -4,22 +4,24 @@
 template <typename T, typename A>
 class DirectNorm {
  public:
-  explicit DirectNorm(const ConvShape& shape)
+  DirectNorm(const ConvShape& shape, const ConvLayout& inputs, const ConvLayout& output_grads)
       : s(shape),
+        input_layout(inputs),
+        output_layout(output_grads),
         unfold(shape, shape.group_in()),
         outputs(unfold.own ? std::min(kPanel<A>, s.out_channels) : s.group_out()),
         input(unfold.input_size(s.group_in())),
         grads(unfold.output_size(outputs)) {}
 
-  // x: [in_channels, *in], g: [out_channels, *out]; stored: [rows, out_channels] or null, receives the gradient, and
-  // the norm is then of what is stored.
+  // x: [in_channels, *in], g: [out_channels, *out], in the layouts of the batch; stored: [rows, out_channels] or null,
+  // receives the gradient, and the norm is then of what is stored.
   double squared(const T* x, const T* g, T* stored) {
     Squares sum;
     for (int64_t output = 0; output < s.out_channels; output += outputs) {
       const ConvBlock block{output / s.group_out(), 0, s.group_in(), output,
                             std::min(outputs, s.out_channels - output)};
-      unfold.pack_input(x, block, input.data());
-      unfold.pack_output(g, block, grads.data());
+      unfold.pack_input(x, input_layout, block, input.data());
+      unfold.pack_output(g, output_layout, block, grads.data());
       for (int64_t o = 0; o < block.outputs; o += kPanel<A>)
         for (int64_t row = 0; row < s.rows(); row += kTileRows)
           unfold.tile(input.data(), grads.data(), block, row, o, [&](auto* values) {
@@ -73,6 +75,7 @@ class DirectNorm {
   }
 
   const ConvShape& s;
+  const ConvLayout input_layout, output_layout;
   const Unfold<T, A> unfold;
   const int64_t outputs;  // of a block
   std::vector<A> input, grads;

@@ -14,8 +14,13 @@ struct GramForm {
 template <typename T, typename A>
 class GramNorm {
  public:
-  explicit GramNorm(const ConvShape& shape)
-      : s(shape), phases(conv_phases(s)), output_gram(s.positions() * padded(s.positions())), diagonal(s.positions()) {
+  GramNorm(const ConvShape& shape, const ConvLayout& input, const ConvLayout& output_grads)
+      : s(shape),
+        input_layout(input),
+        output_layout(output_grads),
+        phases(conv_phases(s)),
+        output_gram(s.positions() * padded(s.positions())),
+        diagonal(s.positions()) {
     int64_t columns = s.positions(), grid = 0;
     for (const ConvPhase& phase : phases) {
       columns = std::max(columns, phase.inside());
@@ -30,11 +35,11 @@ class GramNorm {
   GramForm squared(const T* x, const T* g) {
     GramForm result{0, 0};
     for (int64_t group = 0; group < s.groups; ++group) {
-      pack(g + group * s.group_out() * s.positions(), s.group_out(), s.positions());
+      pack(g + group * s.group_out() * output_layout.channel, output_layout, s.group_out(), s.positions());
       gram(s.group_out(), s.positions(), s.out[2], output_gram.data());
       std::fill(diagonal.begin(), diagonal.end(), 0.);
       for (const ConvPhase& phase : phases)
-        result.squared += phase_squared(phase, x + group * s.group_in() * s.pixels());
+        result.squared += phase_squared(phase, x + group * s.group_in() * input_layout.channel);
       double magnitude = 0;
       for (int64_t t = 0; t < s.positions(); ++t)
         magnitude +=
@@ -54,16 +59,16 @@ class GramNorm {
   static int64_t padded(int64_t n) { return (n + kPanel<A> - 1) / kPanel<A> * kPanel<A>; }
 
   // Panels [channels, columns of the panel] of a matrix [channels, columns], zero beyond the last column.
-  void pack(const T* from, int64_t channels, int64_t columns) {
+  void pack(const T* from, const ConvLayout& layout, int64_t channels, int64_t columns) {
     A* to = panels.data();
     for (int64_t first = 0; first < columns; first += kPanel<A>)
       for (int64_t c = 0; c < channels; ++c, to += kPanel<A>) {
-        const T* row = from + c * columns + first;
+        const T* row = from + c * layout.channel + first * layout.pixel;
         const int64_t used = std::min(kPanel<A>, columns - first);
-        if (std::is_same_v<T, A> && used == kPanel<A>) {
+        if (std::is_same_v<T, A> && used == kPanel<A> && layout.pixel == 1) {
           std::memcpy(to, row, kPanel<A> * sizeof(A));
         } else {
-          for (int64_t j = 0; j < used; ++j) to[j] = static_cast<A>(row[j]);
+          for (int64_t j = 0; j < used; ++j) to[j] = static_cast<A>(row[j * layout.pixel]);
           std::fill(to + used, to + kPanel<A>, A(0));
         }
       }
@@ -102,16 +107,17 @@ class GramNorm {
     std::vector<int64_t> starts;  // of the lines inside the padding
     if (columns == s.pixels()) {  // the whole map
       phase.each_line(s, [&](int64_t pixel, int64_t) { starts.push_back(pixel); });
-      pack(x, s.group_in(), columns);
+      pack(x, input_layout, s.group_in(), columns);
     } else {
       inside.resize(s.group_in() * columns);
       phase.each_line(s, [&](int64_t pixel, int64_t source) {
         T* to = inside.data() + starts.size() * line;
         for (int64_t c = 0; c < s.group_in(); ++c)
-          copy_line(x + c * s.pixels() + source, phase.step[2], to + c * columns, 1, line);
+          copy_line(x + c * input_layout.channel + source * input_layout.pixel, phase.step[2] * input_layout.pixel,
+                    to + c * columns, 1, line);
         starts.push_back(pixel);
       });
-      pack(inside.data(), s.group_in(), columns);
+      pack(inside.data(), {columns, 1}, s.group_in(), columns);
     }
     gram(s.group_in(), columns, line, inside_gram.data());
     std::fill_n(pixel_gram.data(), grid * grid, A(0));
@@ -164,6 +170,7 @@ class GramNorm {
   }
 
   const ConvShape& s;
+  const ConvLayout input_layout, output_layout;
   const std::vector<ConvPhase> phases;
   std::vector<T> inside;                                // [channels, pixels of a phase inside the padding]
   std::vector<A> panels;                                // of either operand

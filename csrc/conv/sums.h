@@ -31,9 +31,9 @@ class BlockSum {
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t end = std::min(begin + chunk, count);
       for (int64_t e = begin; e < end; ++e) {
-        unfold.pack_input(q.input + examples[e] * s.in_channels * s.pixels(), part,
+        unfold.pack_input(q.input + examples[e] * s.in_channels * s.pixels(), q.input_layout, part,
                           input.data() + (e - begin) * input_size);
-        unfold.pack_output(q.output_grads + examples[e] * s.out_channels * s.positions(), part,
+        unfold.pack_output(q.output_grads + examples[e] * s.out_channels * s.positions(), q.output_layout, part,
                            grads.data() + (e - begin) * output_size);
       }
       for (int64_t output = 0; output < part.outputs; output += kPanel<A>)
@@ -121,11 +121,16 @@ void wide_examples(const ConvSumParams<T>& q, bool* wide, int64_t begin, int64_t
                               s.positions());
 }
 
-// Sum of n values in double.
+// Sum of n values in double, `stride` apart.
 template <typename T>
-inline double sum_of(const T* p, int64_t n) {
+inline double sum_of(const T* p, int64_t n, int64_t stride) {
   Vec<double> partial[2] = {};
   int64_t i = 0;
+  if (stride != 1) {
+    double sum = 0;
+    for (; i < n; ++i) sum += static_cast<double>(p[i * stride]);
+    return sum;
+  }
   for (; i + 2 * kLanes<double> <= n; i += 2 * kLanes<double>)
     for (int64_t u = 0; u < 2; ++u) partial[u] += load_double(p + i + u * kLanes<double>);
   double sum = lane_sum<double>(partial[0] + partial[1]);
@@ -139,5 +144,6 @@ void bias_sums(const ConvBiasSumParams<T>& q, int64_t begin, int64_t end) {
   for (int64_t b = 0; b < q.batch; ++b)
     if (q.weights[b] != 0)
       for (int64_t c = begin; c < end; ++c)
-        q.sum[c] += q.weights[b] * sum_of(q.source + (b * q.channels + c) * q.positions, q.positions);
+        q.sum[c] += q.weights[b] *
+                    sum_of(q.source + b * q.channels * q.positions + c * q.layout.channel, q.positions, q.layout.pixel);
 }

@@ -44,15 +44,15 @@ class Unfold {
 
   // The map of each channel of a block from an example's input [in_channels, *in]. Only pixels inside the padding are
   // written: the buffer starts out zero and keeps the same layout.
-  void pack_input(const T* x, const ConvBlock& block, A* to) const {
+  void pack_input(const T* x, const ConvLayout& layout, const ConvBlock& block, A* to) const {
     for (int64_t o = 0; o < (own ? block.outputs : 1); ++o) {
       const int64_t group = own ? (block.output + o) / s.group_out() : block.group;
       for (int64_t c = 0; c < block.channels; ++c) {
-        const T* from = x + (group * s.group_in() + block.channel + c) * s.pixels();
+        const T* from = x + (group * s.group_in() + block.channel + c) * layout.channel;
         if (own)
-          pack_map(from, to + c * kPanel<A> + o, block.channels * kPanel<A>);
+          pack_map(from, layout.pixel, to + c * kPanel<A> + o, block.channels * kPanel<A>);
         else
-          pack_map(from, to + c * map.pixels(), 1);
+          pack_map(from, layout.pixel, to + c * map.pixels(), 1);
       }
     }
   }
@@ -63,12 +63,16 @@ class Unfold {
 
   // Panels [positions, outputs of the panel] from an example's output gradients [out_channels, positions]; outputs
   // beyond the last are zero.
-  void pack_output(const T* g, const ConvBlock& block, A* to) const {
+  void pack_output(const T* g, const ConvLayout& layout, const ConvBlock& block, A* to) const {
     const int64_t positions = s.positions();
     for (int64_t first = 0; first < block.outputs; first += kPanel<A>) {
       const int64_t used = std::min(kPanel<A>, block.outputs - first), width = panel_width(block.outputs, first);
       A* panel = to + first * positions;
-      transpose(g + (block.output + first) * positions, used, positions, positions, panel, width);
+      const T* from = g + (block.output + first) * layout.channel;
+      if (layout.channel == 1)
+        for (int64_t t = 0; t < positions; ++t) copy_line(from + t * layout.pixel, 1, panel + t * width, 1, used);
+      else
+        transpose(from, used, positions, positions, panel, width);
       for (int64_t t = 0; t < (used < width ? positions : 0); ++t)
         std::fill(panel + t * width + used, panel + (t + 1) * width, A(0));
     }
@@ -96,10 +100,10 @@ class Unfold {
   }
 
  private:
-  // One channel's map, with the pixels of the copy `pixel_stride` apart.
-  void pack_map(const T* from, A* to, int64_t pixel_stride) const {
+  // One channel's map, from pixels that lie `from_stride` apart to pixels `to_stride` apart.
+  void pack_map(const T* from, int64_t from_stride, A* to, int64_t to_stride) const {
     map.each_line(s, [&](int64_t pixel, int64_t source) {
-      copy_line(from + source, map.step[2], to + pixel * pixel_stride, pixel_stride, map.line());
+      copy_line(from + source * from_stride, map.step[2] * from_stride, to + pixel * to_stride, to_stride, map.line());
     });
   }
 

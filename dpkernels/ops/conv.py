@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import _native
-from dpkernels.ops._checks import require_size, require_tensor, require_weights, widen
+from dpkernels.ops._checks import require_size, require_tensor, require_weights
 
 _STRATEGIES = ("auto", "direct", "gram")
 
@@ -61,7 +61,7 @@ def conv_squared_norms(
     if store is None:
         store = strategy != "gram" and _stores(input.shape[1:], output_grads.shape[1:], settings)
     norms, weight_grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
-        *widen(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy)
+        *_dense(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy)
     )
     return norms, weight_grads.movedim(-1, 1) if store and weight else None, bias_grads if bias else None
 
@@ -98,10 +98,22 @@ def conv_clipped_sums(
     settings = _settings(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     require_weights(weights, input.size(0))
     return torch.ops.dpkernels.conv_clipped_sums(
-        *widen(input, output_grads), weights.contiguous(), *settings, weight, bias
+        *_dense(input, output_grads), weights.contiguous(), *settings, weight, bias
     )
 
 
+def _dense(*maps: Tensor) -> tuple[Tensor, ...]:
+    """The maps in one dtype that the kernels take, each as it lies if that is dense, channels last or not."""
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in maps) else torch.float32
+    return tuple(_as_it_lies(t.detach().to(dtype)) for t in maps)
+
+
+def _as_it_lies(t: Tensor) -> Tensor:
+    last = _CHANNELS_LAST.get(t.dim())
+    return t if last and t.is_contiguous(memory_format=last) else t.contiguous()
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _Ints = tuple[int, ...]
 _Settings = tuple[_Ints, _Ints, _Ints, _Ints, int, bool]
 _NAMES = ("kernel_size", "stride", "padding", "dilation")

@@ -61,11 +61,12 @@ void matches_the_loop(const ConvShape& s) {
   std::vector<T> g = check::normal<T>(s.batch * s.out_channels * s.positions(), 2);
   std::vector<double> weights = check::normal<double>(s.batch, 3);
   const int64_t size = s.rows() * s.out_channels;
+  const dpk::ConvLayout pixels{s.pixels(), 1}, positions{s.positions(), 1};
 
   for (dpk::ConvStrategy strategy : {dpk::ConvStrategy::kDirect, dpk::ConvStrategy::kGram}) {
     std::vector<double> norms(s.batch, -1.), bias_grads(s.batch * s.out_channels, -1.);
-    dpk::conv_squared_norms_cpu<T>({s, x.data(), g.data(), g.data(), s.out_channels, s.positions(), norms.data(),
-                                    nullptr, bias_grads.data(), strategy},
+    dpk::conv_squared_norms_cpu<T>({s, x.data(), g.data(), pixels, positions, g.data(), positions, s.out_channels,
+                                    s.positions(), norms.data(), nullptr, bias_grads.data(), strategy},
                                    0, s.batch);
     for (int64_t b = 0; b < s.batch; ++b) {
       double squared = 0;
@@ -99,11 +100,13 @@ void matches_the_loop(const ConvShape& s) {
   const dpk::ConvSumGrid grid(s);
   const auto wide = std::make_unique<bool[]>(s.batch);
   std::vector<double> partial(grid.slices * size, -1.);
-  const dpk::ConvSumParams<T> params{s, x.data(), g.data(), weights.data(), wide.get(), partial.data()};
+  const dpk::ConvSumParams<T> params{s,         x.data(),       g.data(),   pixels,
+                                     positions, weights.data(), wide.get(), partial.data()};
   dpk::conv_wide_examples_cpu(params, wide.get(), 0, s.batch);
   dpk::conv_clipped_sums_cpu(params, 0, grid.blocks() * grid.slices);
-  dpk::conv_bias_sums_cpu<T>({g.data(), weights.data(), bias_sum.data(), s.batch, s.out_channels, s.positions()}, 0,
-                             s.out_channels);
+  dpk::conv_bias_sums_cpu<T>(
+      {g.data(), positions, weights.data(), bias_sum.data(), s.batch, s.out_channels, s.positions()}, 0,
+      s.out_channels);
   for (int64_t i = 0; i < size; ++i) {
     double sum = 0;
     for (int64_t slice = 0; slice < grid.slices; ++slice) sum += partial[slice * size + i];

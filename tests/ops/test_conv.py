@@ -154,6 +154,47 @@ def test_norm_is_of_what_the_sum_adds(isa: str, case: Case) -> None:
         assert torch.equal(got, want.float())
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if len(c.size) > 1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("which", ["input", "gradients", "both"])
+def test_channels_last_is_read_as_it_lies(isa: str, case: Case, dtype: torch.dtype, which: str) -> None:
+    """To the last bit, except for the bias, whose double sums run in another order."""
+    x, g, w, q = example(case, dtype)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+    x_last = x if which == "gradients" else x.contiguous(memory_format=last)
+    g_last = g if which == "input" else g.contiguous(memory_format=last)
+    for strategy in ("direct", "gram"):
+        got, want = (
+            conv_squared_norms(a, b, strategy=strategy, bias=False, **q)[0] for a, b in ((x_last, g_last), (x, g))
+        )
+        assert torch.equal(got, want)
+    got, want = (conv_squared_norms(a, b, store=True, **q) for a, b in ((x_last, g_last), (x, g)))
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(got[2], want[2], rtol=1e-12, atol=1e-12)
+    got, want = (conv_clipped_sums(a, b, w, **q) for a, b in ((x_last, g_last), (x, g)))
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=1e-12)
+
+
+def test_dense_maps_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 map goes into the operator itself, channels last or not; another layout is made contiguous."""
+    seen: list[int] = []
+    real = torch.ops.dpkernels.conv_clipped_sums
+
+    def spy(x: Tensor, g: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        seen.extend((x.data_ptr(), g.data_ptr()))
+        return real(x, g, *rest)
+
+    monkeypatch.setattr(torch.ops.dpkernels, "conv_clipped_sums", spy)
+    x, g, w, q = example(conv(3, 5, (7, 9), (3, 3)))
+    for x_in in (x, x.contiguous(memory_format=torch.channels_last)):
+        conv_clipped_sums(x_in, g, w, **q)
+        assert seen[-2:] == [x_in.data_ptr(), g.data_ptr()]
+    turned = x.transpose(2, 3).contiguous().transpose(2, 3)
+    torch.testing.assert_close(conv_clipped_sums(turned, g, w, **q), conv_clipped_sums(x, g, w, **q))
+
+
 @pytest.mark.parametrize("which", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weight_and_bias_count_apart(which: tuple[bool, bool], transposed: bool) -> None:
