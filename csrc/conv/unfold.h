@@ -45,6 +45,13 @@ class Unfold {
   // The map of each channel of a block from an example's input [in_channels, *in]. Only pixels inside the padding are
   // written: the buffer starts out zero and keeps the same layout.
   void pack_input(const T* x, const ConvLayout& layout, const ConvBlock& block, A* to) const {
+    if (layout.channel == 1 && !own) {
+      const T* from = x + block.group * s.group_in() + block.channel;
+      return map.each_line(s, [&](int64_t pixel, int64_t source) {
+        transpose(from + source * layout.pixel, map.line(), block.channels, map.step[2] * layout.pixel, to + pixel,
+                  map.pixels());
+      });
+    }
     for (int64_t o = 0; o < (own ? block.outputs : 1); ++o) {
       const int64_t group = own ? (block.output + o) / s.group_out() : block.group;
       for (int64_t c = 0; c < block.channels; ++c) {
