@@ -227,7 +227,7 @@ def _discretise(count: int, tails: Tails, span: tuple[float, float], width: floa
     losses = np.arange(first, last + 1) * width
     p, q = tails(losses)
     mass_p, mass_q = np.maximum(p[:-1] - p[1:], 0.0), np.maximum(q[:-1] - q[1:], 0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # What the cell's loss would be if it were one outcome, from its lower end; rounding errors are rounded up.
         noise = 8 * _UNIT * (p[:-1] / mass_p + (1 - np.log(q[:-1])) * q[:-1] / mass_q)
         place = np.log(mass_p / mass_q) - losses[:-1] + noise
