@@ -210,6 +210,8 @@ def _both_ends(
     mesh = error / math.sqrt(sum(counts) / 2 * math.log(12 / delta_error))
     discrete = [_discrete(loss, size, mesh) for loss in losses]
     shift = sum(count * abs(float(one.domain.shifts())) for count, one in zip(counts, discrete, strict=True))
+    if shift > size:
+        raise AccountantUnavailableError(f"prv shifts its grid by {shift:.2g}, out of its domain of {size:.2g}")
     if shift > mesh:
         discrete = [_discrete(loss, size + shift, mesh) for loss in losses]
     composed = Heterogeneous(discrete).compute_composition(counts)
