@@ -30,5 +30,11 @@ def require_weights(weights: Tensor, batch: int) -> None:
 
 def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, contiguous, in one dtype that the kernels take: half precision becomes float32."""
+    return tuple(t.contiguous() for t in as_they_lie(*tensors))
+
+
+def as_they_lie(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, as they lie, in one dtype that the kernels take."""
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    return tuple(t.detach().to(dtype).contiguous() for t in tensors)
+    # Small models are bound by such calls: none that does nothing.
+    return tuple(t if t.dtype == dtype and not t.requires_grad else t.detach().to(dtype) for t in tensors)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import _native
-from dpkernels.ops._checks import require_size, require_tensor, require_weights
+from dpkernels.ops._checks import as_they_lie, require_size, require_tensor, require_weights
 
 _STRATEGIES = ("auto", "direct", "gram")
 
@@ -104,8 +104,7 @@ def conv_clipped_sums(
 
 def _dense(*maps: Tensor) -> tuple[Tensor, ...]:
     """The maps in one dtype that the kernels take, each as it lies if that is dense, channels last or not."""
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in maps) else torch.float32
-    return tuple(_as_it_lies(t.detach().to(dtype)) for t in maps)
+    return tuple(_as_it_lies(t) for t in as_they_lie(*maps))
 
 
 def _as_it_lies(t: Tensor) -> Tensor:
