@@ -38,13 +38,13 @@ struct ConvCosts {
   static double half_gram(double columns, double depth) { return columns * columns / 192 * (6 * depth + 80); }
 };
 
-// Worth storing: cheaper than computing them again, and not much larger than the operands that they replace.
+// Worth storing: cheaper than computing them again, and small or not much larger than the operands that they replace.
 inline bool conv_stores(const ConvShape& s) {
-  constexpr int64_t kTimesOperands = 4;
+  constexpr int64_t kTimesOperands = 4, kSmall = 4096;
   const ConvCosts costs(s);
   const int64_t operands = s.in_channels * s.pixels() + s.out_channels * s.positions();
   return costs.direct + costs.stored < std::min(costs.direct, costs.gram) + costs.sum &&
-         s.rows() * s.out_channels <= kTimesOperands * operands;
+         s.rows() * s.out_channels <= std::max(kSmall, kTimesOperands * operands);
 }
 
 // The cheaper norm where nothing is stored.
