@@ -21,8 +21,8 @@ from benchmarks.machine import machine
 from dpkernels.ops.clip import weighted_row_sum
 from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
 
-GEOMETRY = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
-WAYS: dict[str, dict[str, object]] = {
+GEOMETRY: dict[str, Any] = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+WAYS: dict[str, dict[str, Any]] = {
     "stored": {"store": True},
     "direct": {"store": False, "strategy": "direct"},
     "gram": {"store": False, "strategy": "gram"},
@@ -37,12 +37,12 @@ MAPS = [
 MOST_PAIRS = 2**28  # of positions, over the batch: a Gram norm beyond them is not worth waiting for
 
 
-def both_passes(batch: int, channels: int, size: int, way: dict[str, object]) -> Callable[[], None]:
+def both_passes(batch: int, channels: int, size: int, way: dict[str, Any]) -> Callable[[], None]:
     x, g = torch.randn(batch, channels, size, size), torch.randn(batch, channels, size, size)
     weights = torch.rand(batch, dtype=torch.float64)
 
     def run() -> None:
-        _, stored, _ = conv_squared_norms(x, g, bias=False, **way, **GEOMETRY)  # type: ignore[arg-type]
+        _, stored, _ = conv_squared_norms(x, g, bias=False, **way, **GEOMETRY)
         if stored is None:
             conv_clipped_sums(x, g, weights, bias=False, **GEOMETRY)
         else:
@@ -116,8 +116,8 @@ def main() -> None:
             shown = "  ".join(f"{name} {value:.3f}" for name, value in times.items())
             best = min(value for name, value in times.items() if name != "chosen")
             print(
-                f"batch {batch:<5} channels {channels:<4} map {size}x{size:<3} ms: {shown}  fastest {fastest}, chosen / best "
-                f"{times['chosen'] / best:.2f}",
+                f"batch {batch:<5} channels {channels:<4} map {size}x{size:<3} ms: {shown}  fastest {fastest}, "
+                f"chosen / best {times['chosen'] / best:.2f}",
                 flush=True,
             )
     if options.out:
