@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.machine import machine
 from dpkernels import models
+from dpkernels.bench import machine
 from dpkernels.clipping import GhostClipper
 from tests.clipping.oracle import cross_entropy, deviation, one_example_loop
 from tests.configurations import LAYERS, Framed

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.entry import Entry
-from benchmarks.machine import machine
+from dpkernels.bench import machine
 
 OPERATORS = Path(__file__).parent / "operators"
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "common/isa.h"
@@ -47,10 +47,15 @@ PYBIND11_MODULE(_host, m) {
         }
         const bool stores = dpk::conv_stores(s);
         const bool gram = !stores && dpk::conv_strategy(s) == dpk::ConvStrategy::kGram;
-        return std::pair(gram ? "gram" : "direct", stores);
+        const dpk::ConvCosts costs(s);
+        const std::map<std::string, double> ways{{"stored", costs.direct + costs.stored},
+                                                 {"direct", costs.direct + costs.sum},
+                                                 {"gram", costs.gram + costs.sum}};
+        return std::tuple(gram ? "gram" : "direct", stores, ways);
       },
       py::arg("in_channels"), py::arg("out_channels"), py::arg("groups"), py::arg("in_size"), py::arg("out_size"),
       py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("dilation"),
-      "How the norms of a convolution are computed, and whether its gradients are worth storing. Sizes are in three "
-      "dimensions; a transposed convolution swaps its two maps.");
+      "How the norms of a convolution are computed, whether its gradients are worth storing, and what norms and "
+      "clipped sum are predicted to cost with stored gradients, with gradients computed twice, and by pairs of "
+      "positions. Sizes are in three dimensions; a transposed convolution swaps its two maps.");
 }

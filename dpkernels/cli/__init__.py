@@ -1,4 +1,4 @@
-"""The command line, `dpkernels train | plan | epsilon | audit | doctor`; each command is a module of this room."""
+"""The command line, `dpkernels train | plan | epsilon | audit | bench | doctor`; a module for each."""
 
 from dpkernels.cli.main import main
 

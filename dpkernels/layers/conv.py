@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dpkernels.layers.base import Emit, Layer, Record
 from dpkernels.ops.clip import weighted_row_sum
-from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
+from dpkernels.ops.conv import ConvPlan, conv_clipped_sums, conv_plan, conv_squared_norms
 
 
 class _Geometry(NamedTuple):
@@ -71,11 +71,19 @@ class _Convolution(Layer):
         )
         return (grad,)
 
-    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
+    def plan(self, record: Record) -> ConvPlan:
+        """What the cost model chose for the convolution of a record."""
+        (x,), g = record.saved, record.output_grad
+        return conv_plan(tuple(x.shape[1:]), tuple(g.shape[1:]), self._geometry())
+
+    def squared_norms(
+        self, record: Record, slots: frozenset[str], *, store: bool | None = None, strategy: str = "auto"
+    ) -> Tensor:
+        """As every layer's; ``store`` and ``strategy`` force what the cost model chooses otherwise."""
         (x,), g = record.saved, record.output_grad
         weight, bias = "weight" in slots, "bias" in slots
         norms, weight_grads, bias_grads = conv_squared_norms(
-            x, g, weight=weight, bias=bias, store=None, **self._geometry()._asdict()
+            x, g, weight=weight, bias=bias, store=store, strategy=strategy, **self._geometry()._asdict()
         )
         if bias_grads is not None:
             record.per_example["bias"] = bias_grads

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ def conv_squared_norms(
     if store and strategy == "gram":
         raise ValueError("strategy must be 'direct' or 'auto' where store is true, got 'gram'")
     if store is None:
-        store = strategy != "gram" and _stores(input.shape[1:], output_grads.shape[1:], settings)
+        plan = conv_plan(tuple(input.shape[1:]), tuple(output_grads.shape[1:]), settings)
+        store = strategy != "gram" and plan.way == "stored"
     norms, weight_grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
         *_dense(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy)
     )
@@ -182,15 +184,29 @@ def _check_shapes(
             )
 
 
+class ConvPlan(NamedTuple):
+    """What the cost model thinks of a shape. A *way* to norms and clipped sum is ``stored`` (the gradients are kept for
+    the sum), ``direct`` (they are computed twice) or ``gram`` (norms from pairs of positions)."""
+
+    way: str  #: the one that is taken
+    costs: dict[str, float]  #: of each way for one example; only their ratios mean something
+
+
 @lru_cache(maxsize=1024)
-def _stores(input_shape: _Ints, output_shape: _Ints, settings: _Settings) -> bool:
-    """Whether the cost model stores the weight gradients."""
+def conv_plan(input_shape: _Ints, output_shape: _Ints, settings: _Settings) -> ConvPlan:
+    """What :func:`conv_squared_norms` does with ``store=None`` and ``strategy="auto"``.
+
+    Args:
+        input_shape, output_shape: [channels, *map] of the layer's input and output.
+        settings: kernel_size, stride, padding, dilation, groups, transposed.
+    """
     *geometry, groups, transposed = settings
     maps = (output_shape, input_shape) if transposed else (input_shape, output_shape)
     missing = 4 - len(input_shape)
     sizes = [(1,) * missing + m[1:] for m in maps]
     lifted = [(fill,) * missing + g for fill, g in zip((1, 1, 0, 1), geometry, strict=True)]
-    return bool(_native.host.conv_plan(maps[0][0], maps[1][0], groups, *sizes, *lifted)[1])
+    strategy, stores, costs = _native.host.conv_plan(maps[0][0], maps[1][0], groups, *sizes, *lifted)
+    return ConvPlan("stored" if stores else strategy, costs)
 
 
 @torch.library.register_fake("dpkernels::conv_squared_norms")

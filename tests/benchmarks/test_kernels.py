@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.models import BASELINES, layers
+from benchmarks.models import layers
+from dpkernels.bench import BASELINES
 from tests.conformance.test_families import operators
 
 

@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "selection": {"random", "accounting"},
     "audit": {"optim", "data"},
     "training": {"optim", "data", "random", "accounting", "features", "models", "losses", "transfer", "selection"},
+    "bench": {"_native", "ops", "layers", "clipping", "optim", "models", "training"},
 }
 ARROWS["cli"] = set(ARROWS)  # the only room that may import everything
 ARROWS["__main__"] = {"cli"}

@@ -1,0 +1,139 @@
+"""What is measured: an ordinary step of training, dpkernels' private one, and those of peers.
+
+An engine takes a model, examples [batch, ...] and labels [batch], and returns a function that makes one step:
+zero_grad, forward, backward, clip, noise, update.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpkernels.optim import DPSGD
+
+BOUND, SIGMA, LR, MOMENTUM = 0.1, 1.0, 0.01, 0.9
+Step = Callable[[], None]
+
+
+def ordinary(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """torch's own step, without privacy."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def private(model: nn.Module, x: Tensor, y: Tensor, memory: Literal["keep", "lean"] = "keep") -> Step:
+    """dpkernels' step."""
+    optimizer = DPSGD(
+        model,
+        lr=LR,
+        momentum=MOMENTUM,
+        noise_multiplier=SIGMA,
+        batch_size=len(x),
+        max_grad_norm=BOUND,
+        memory=memory,
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(x), y, reduction="none"))
+        optimizer.step()
+
+    return step
+
+
+def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Opacus with per-example gradients from hooks."""
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    wrapped = GradSampleModule(model)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM),
+        noise_multiplier=SIGMA,
+        max_grad_norm=BOUND,
+        expected_batch_size=len(x),
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Opacus with ghost clipping."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=BOUND, use_ghost_clipping=True)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM),
+        noise_multiplier=SIGMA,
+        max_grad_norm=BOUND,
+        expected_batch_size=len(x),
+    )
+    criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(wrapped(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def vmap(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Per-example gradients from torch.func, clipped and summed in plain torch."""
+    from torch.func import functional_call, grad
+    from torch.func import vmap as over_examples
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    named = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], one_x: Tensor, one_y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, parameters, (one_x[None],)), one_y[None])
+
+    per_example = over_examples(grad(loss), in_dims=(None, 0, 0), randomness="different")
+
+    def step() -> None:
+        grads = per_example({name: p.detach() for name, p in named.items()}, x, y)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+        factors = (BOUND / norms).clamp(max=1)
+        for name, p in named.items():
+            p.grad = torch.einsum("b,b...->...", factors, grads[name])
+            p.grad.add_(torch.randn_like(p), alpha=SIGMA * BOUND).div_(len(x))
+        optimizer.step()
+
+    return step
+
+
+ENGINES: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
+    "ordinary": ordinary,
+    "dpkernels": private,
+    "dpkernels-lean": lambda model, x, y: private(model, x, y, memory="lean"),
+    "opacus-hooks": opacus_hooks,
+    "opacus-ghost": opacus_ghost,
+    "vmap": vmap,
+}
+
+_NEEDS = {"opacus-hooks": "opacus", "opacus-ghost": "opacus"}
+
+
+def installed() -> list[str]:
+    """The engines that can run here, without the ordinary one."""
+    names = [name for name in ENGINES if name != "ordinary"]
+    return [name for name in names if name not in _NEEDS or importlib.util.find_spec(_NEEDS[name])]

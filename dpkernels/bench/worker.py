@@ -1,0 +1,123 @@
+"""The processes that measure: ``python -m dpkernels.bench.worker TASK`` prints the figures of one task as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dpkernels.bench.engines import ENGINES, Step
+from dpkernels.bench.models import MODELS
+
+WARM_UP, LEAST_PAIRS, MEMORY_STEPS = 2, 7, 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures: an engine beside the ordinary step ("time"), or its memory alone."""
+
+    kind: Literal["time", "memory"]
+    engine: str
+    model: str
+    batch: int | None  #: None: the model's own
+    seconds: float  #: of timing
+    threads: int
+
+    def step(self, engine: str) -> Step:
+        """A step of an engine on a fresh model; every engine gets the same weights and examples."""
+        return ENGINES[engine](*MODELS[self.model].make(self.batch))
+
+
+class WorkerError(RuntimeError):
+    """A process that measured nothing; says why."""
+
+
+def run(task: Task) -> dict[str, float]:
+    """The figures of a task, measured in a process of its own.
+
+    Raises:
+        WorkerError: the process failed or was killed.
+    """
+    root = Path(__file__).parents[2]  # so that the process imports this very package
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "dpkernels.bench.worker", json.dumps(dataclasses.asdict(task))],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+    )
+    if process.returncode < 0:
+        raise WorkerError(f"killed by signal {-process.returncode}")
+    if process.returncode:
+        raise WorkerError((process.stderr.strip().splitlines() or ["no message"])[-1][:200])
+    figures: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    return figures
+
+
+def time_pair(task: Task) -> dict[str, float]:
+    """Median milliseconds of both steps, and the quartiles of the ratios of neighbours."""
+    ordinary, private = task.step("ordinary"), task.step(task.engine)
+    for _ in range(WARM_UP):
+        ordinary()
+        private()
+    times: list[tuple[float, float]] = []
+    start = time.perf_counter()
+    while len(times) < LEAST_PAIRS or time.perf_counter() - start < task.seconds:
+        t0 = time.perf_counter()
+        ordinary()
+        t1 = time.perf_counter()
+        private()
+        times.append((t1 - t0, time.perf_counter() - t1))
+    return summary(times)
+
+
+def summary(times: list[tuple[float, float]]) -> dict[str, float]:
+    """What is reported of pairs of seconds, ordinary and private, at least two."""
+    low, middle, high = statistics.quantiles((private / ordinary for ordinary, private in times), n=4)
+    return {
+        "ordinary_ms": statistics.median(ordinary for ordinary, _ in times) * 1e3,
+        "ms": statistics.median(private for _, private in times) * 1e3,
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+        "pairs": len(times),
+    }
+
+
+def peak_memory(task: Task) -> dict[str, float]:
+    """MiB of resident memory that a few steps take above model and data; no figure where the system tells none."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return {}
+    step = task.step(task.engine)
+    with contextlib.suppress(OSError):  # forget the peak of building the model
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _mib(status, "VmRSS")
+    for _ in range(MEMORY_STEPS):
+        step()
+    return {"extra_mib": _mib(status, "VmHWM") - before}
+
+
+def _mib(status: Path, field: str) -> float:
+    line = next(text for text in status.read_text().splitlines() if text.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def main() -> None:
+    """Measure the task on the command line."""
+    task = Task(**json.loads(sys.argv[1]))
+    torch.set_num_threads(task.threads)
+    print(json.dumps(time_pair(task) if task.kind == "time" else peak_memory(task)))
+
+
+if __name__ == "__main__":
+    main()

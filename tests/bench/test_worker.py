@@ -1,0 +1,88 @@
+"""What a measuring process measures, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpkernels.bench import worker
+from dpkernels.bench.engines import ENGINES, Step
+from dpkernels.bench.worker import Task, WorkerError
+
+TINY = Task("time", "dpkernels", "mnist_cnn", 2, 0.0, 1)
+
+
+def test_summary() -> None:
+    pairs = [(1.0, 2.0), (2.0, 6.0), (1.0, 5.0)]  # ratios 2, 3, 5
+    assert worker.summary(pairs) == {
+        "ordinary_ms": 1000.0,
+        "ms": 5000.0,
+        "ratio": 3.0,
+        "ratio_low": 2.0,
+        "ratio_high": 5.0,
+        "pairs": 3,
+    }
+
+
+def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def engine(name: str) -> object:
+        return lambda model, x, y: lambda: made.append(name)
+
+    for name in ("ordinary", "dpkernels"):
+        monkeypatch.setitem(ENGINES, name, engine(name))
+    figures = worker.time_pair(TINY)
+    assert figures["pairs"] == worker.LEAST_PAIRS
+    assert made == ["ordinary", "dpkernels"] * (worker.WARM_UP + worker.LEAST_PAIRS)
+
+
+def test_every_engine_gets_the_same_model_and_data() -> None:
+    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def engine(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+        seen.append((model, x, y))
+        return lambda: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "vmap", engine)
+        TINY.step("vmap")
+        TINY.step("vmap")
+    (first, x, y), (second, other_x, other_y) = seen
+    assert x.shape == (2, 1, 28, 28)
+    assert torch.equal(x, other_x)
+    assert torch.equal(y, other_y)
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        assert p is not q
+        assert torch.equal(p, q)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of resident memory")
+def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+        def step() -> None:
+            torch.ones(64, 1 << 18)  # 64 MiB, freed again
+
+        return step
+
+    monkeypatch.setitem(ENGINES, "vmap", hungry)
+    task = Task("memory", "vmap", "mnist_cnn", 2, 0.0, 1)
+    assert 60 < worker.peak_memory(task)["extra_mib"] < 100
+    monkeypatch.setitem(ENGINES, "vmap", lambda model, x, y: lambda: None)
+    assert worker.peak_memory(task)["extra_mib"] < 20
+
+
+def test_a_failing_process_says_why() -> None:
+    with pytest.raises(WorkerError, match="KeyError: 'nowhere'"):
+        worker.run(Task("time", "dpkernels", "nowhere", 2, 0.0, 1))
+
+
+def test_a_killed_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: killed)
+    with pytest.raises(WorkerError, match="killed by signal 9"):
+        worker.run(TINY)
