@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
+from dpkernels.bench.machine import machine
 from dpkernels.ops.clip import weighted_row_sum
 from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
 
