@@ -179,6 +179,12 @@ CASES = [
     Case("frozen after attaching", mlp, numbers(5), freeze=lambda model: model[0].requires_grad_(False)),
     Case("empty batch", mlp, lambda: torch.empty(0, 5), lambda: torch.empty(0, dtype=torch.long), sizes=(0,)),
     Case("two physical batches", mlp, numbers(5), sizes=(4, 2)),
+    Case(
+        "class weights in the loss",
+        mlp,
+        numbers(5),
+        criterion=lambda: nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 5.0])),
+    ),
     Case("one NaN example", mlp, not_a_number, drop=(2,)),
     Case("bfloat16 autocast", mlp, numbers(5), autocast=True),
     Case("positions that cancel", lambda: nn.Linear(40, 40, bias=False), once((3, 40)), cancelling, Product),
@@ -282,7 +288,7 @@ class Refused(Exception):
 
 def expectation(case: Case, model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], float]:
     """The clipped sum of the one-example loop, and the bound that it was clipped at: the median norm."""
-    model, criterion = copy.deepcopy(model), case.criterion()
+    model, criterion = copy.deepcopy(model), case.criterion().double()
     case.freeze(model)
     criterion.reduction = "none"
 
