@@ -231,7 +231,7 @@ def precision(case: Case) -> AbstractContextManager[object]:
 
 def with_dpkernels(case: Case, model: nn.Module, bound: float) -> Step:
     optimizer = dpk.DPSGD(model, lr=1.0, noise_multiplier=0.0, batch_size=ROWS, max_grad_norm=bound)
-    criterion = case.criterion()
+    criterion = case.criterion().to(next(model.parameters()).dtype)
     criterion.reduction = "none"
 
     def step(x: Tensor, y: Tensor, last: bool) -> None:
