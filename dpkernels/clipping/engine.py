@@ -105,6 +105,7 @@ class GhostClipper:
         self._explicit = False  # inside backward(losses)
         self._batch = _Batch()
         self._result: ClippedSum | None = None  # of an ordinary backward
+        self._loss_weights: tuple[float, ...] = ()  # of the last one's parts
         self._modules = [rule.module for rule in rules]
         for rule in rules:
             patch(rule.module, self._captured(rule))
@@ -271,7 +272,9 @@ class GhostClipper:
 
     def _leave_ordinary_backward(self) -> None:
         try:
-            loss.require_plain(self.loss_reduction, self._batch.rows or 0)
+            weights = loss.require_plain(self.loss_reduction, self._batch.rows or 0)
+            loss.require_same(weights, self._loss_weights)
+            self._loss_weights = weights or self._loss_weights
             scale = float(self._batch.rows or 1) if self.loss_reduction == "mean" else 1.0
             self._result = self._sum(self._weigh(scale))
         finally:

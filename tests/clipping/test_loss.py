@@ -129,6 +129,65 @@ def test_a_batch_of_one_needs_no_reduction(model: nn.Module, x: Tensor) -> None:
             F.cross_entropy(model(x[:1]), Y[:1], weight=WEIGHTS).backward()
 
 
+HIDDEN: list[Loss] = [
+    lambda z, y: F.cross_entropy(z, y, weight=WEIGHTS).reshape(1),
+    lambda z, y: F.cross_entropy(z, y, weight=WEIGHTS).reshape(1).squeeze() / ROWS,
+    lambda z, y: torch.dot(WEIGHTS[y] / WEIGHTS[y].sum(), per_example(z, y)).reshape(1),
+]
+
+
+@pytest.mark.parametrize("loss", HIDDEN)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_a_shape_of_one_hides_nothing(loss: Loss, reduction: str, rows: int, model: nn.Module, x: Tensor) -> None:
+    with GhostClipper(model, 1.0, loss_reduction=reduction), pytest.raises(RuntimeError, match="backward\\(losses\\)"):  # type: ignore[arg-type]
+        loss(model(x[:rows]), Y[:rows]).backward()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, loss: Tensor) -> Tensor:
+        return 2 * loss
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_function_of_ones_own_is_not_known(model: nn.Module, x: Tensor) -> None:
+    with GhostClipper(model, 1.0), pytest.raises(RuntimeError, match="Twice was applied"):
+        Twice.apply(F.cross_entropy(model(x), Y)).backward()
+
+
+CHANGING: dict[str, tuple[str, Loss]] = {
+    "the batch size twice": ("mean", lambda z, y: F.cross_entropy(z, y) / len(y)),
+    "the batch size under a sum": ("sum", lambda z, y: per_example(z, y).sum() / len(y)),
+    "the share of a logical batch": ("mean", lambda z, y: F.cross_entropy(z, y) * len(y) / 8),
+    "a number from the labels": ("mean", lambda z, y: F.cross_entropy(z, y) / WEIGHTS[y].sum().item()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_number_that_changes_with_the_batch(name: str, model: nn.Module, x: Tensor) -> None:
+    reduction, loss = CHANGING[name]
+    with GhostClipper(model, 1.0, loss_reduction=reduction) as clipper:  # type: ignore[arg-type]
+        loss(model(x), Y).backward()
+        clipper.take()
+        with pytest.raises(RuntimeError, match="in an earlier batch by"):
+            loss(model(x[:4]), Y[:4]).backward()
+        assert not clipper.has_result
+
+
+def test_batches_of_any_size_have_the_same_weights(model: nn.Module, x: Tensor) -> None:
+    for reduction, losses in (("mean", MEANS), ("sum", SUMS)):
+        for loss in losses.values():
+            with GhostClipper(model, 1.0, loss_reduction=reduction) as clipper:  # type: ignore[arg-type]
+                divides = loss is MEANS["sum divided by a number"]  # by zero, for an empty batch
+                for rows in (ROWS, 1, 5, 3) if divides else (ROWS, 1, 5, 0, 3):
+                    loss(model(x[:rows]), Y[:rows]).backward()
+                    assert clipper.take().batch_size == rows
+
+
 def test_a_loss_that_was_not_seen(model: nn.Module, x: Tensor) -> None:
     with GhostClipper(model, 1.0):
         loss = F.cross_entropy(model(x), Y)
