@@ -22,13 +22,15 @@ int64_t positions_of(const Tensor& t) {
   return positions;
 }
 
-// How a map [batch, channels, *map] lies in memory: plainly, or with the channels last.
+// How a map [batch, channels, *map] lies in memory: plainly, or with the channels last. Where a size is 1 any stride is
+// as good.
 ConvLayout layout_of(const Tensor& t, const char* name) {
   if (t.is_contiguous()) return {positions_of(t), 1};
+  const auto apart = [&](int64_t i, int64_t stride) { return t.size(i) == 1 || t.stride(i) == stride; };
   int64_t dense = t.size(1);
-  bool channels_last = t.stride(1) == 1;
-  for (int64_t i = t.dim() - 1; i >= 2; dense *= t.size(i--)) channels_last &= t.stride(i) == dense;
-  STD_TORCH_CHECK(channels_last && t.stride(0) == dense, name, " must be contiguous or channels-last");
+  bool channels_last = apart(1, 1);
+  for (int64_t i = t.dim() - 1; i >= 2; dense *= t.size(i--)) channels_last &= apart(i, dense);
+  STD_TORCH_CHECK(channels_last && apart(0, dense), name, " must be contiguous or channels-last");
   return {1, t.size(1)};
 }
 

@@ -177,6 +177,17 @@ def test_channels_last_is_read_as_it_lies(isa: str, case: Case, dtype: torch.dty
     torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=1e-12)
 
 
+def test_channels_last_with_sizes_of_one() -> None:
+    """There torch calls any stride channels-last."""
+    q = asdict(Geometry((1, 3), (1, 1), (0, 1), (1, 1)))
+    wide = torch.randn(4, 3, 5, 8).contiguous(memory_format=torch.channels_last)
+    x, g, w = wide[1:2, :, :1], torch.randn(1, 2, 1, 8), torch.ones(1, dtype=torch.float64)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert not x.is_contiguous()
+    assert torch.equal(conv_clipped_sums(x, g, w, **q)[0], conv_clipped_sums(x.contiguous(), g, w, **q)[0])
+    assert torch.equal(conv_squared_norms(x, g, **q)[0], conv_squared_norms(x.contiguous(), g, **q)[0])
+
+
 def test_dense_maps_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A float32 map goes into the operator itself, channels last or not; another layout is made contiguous."""
     seen: list[int] = []
