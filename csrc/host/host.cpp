@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/isa.h"
@@ -51,11 +51,11 @@ PYBIND11_MODULE(_host, m) {
         const std::map<std::string, double> ways{{"stored", costs.direct + costs.stored},
                                                  {"direct", costs.direct + costs.sum},
                                                  {"gram", costs.gram + costs.sum}};
-        return std::tuple(gram ? "gram" : "direct", stores, ways);
+        return std::pair(stores ? "stored" : gram ? "gram" : "direct", ways);
       },
       py::arg("in_channels"), py::arg("out_channels"), py::arg("groups"), py::arg("in_size"), py::arg("out_size"),
       py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("dilation"),
-      "How the norms of a convolution are computed, whether its gradients are worth storing, and what norms and "
-      "clipped sum are predicted to cost with stored gradients, with gradients computed twice, and by pairs of "
-      "positions. Sizes are in three dimensions; a transposed convolution swaps its two maps.");
+      "How norms and clipped sum of a convolution are computed, and what they are predicted to cost with stored "
+      "gradients, with gradients computed twice (direct), and by pairs of positions (gram). Sizes are in three "
+      "dimensions; a transposed convolution swaps its two maps.");
 }

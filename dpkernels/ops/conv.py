@@ -205,8 +205,7 @@ def conv_plan(input_shape: _Ints, output_shape: _Ints, settings: _Settings) -> C
     missing = 4 - len(input_shape)
     sizes = [(1,) * missing + m[1:] for m in maps]
     lifted = [(fill,) * missing + g for fill, g in zip((1, 1, 0, 1), geometry, strict=True)]
-    strategy, stores, costs = _native.host.conv_plan(maps[0][0], maps[1][0], groups, *sizes, *lifted)
-    return ConvPlan("stored" if stores else strategy, costs)
+    return ConvPlan(*_native.host.conv_plan(maps[0][0], maps[1][0], groups, *sizes, *lifted))
 
 
 @torch.library.register_fake("dpkernels::conv_squared_norms")
