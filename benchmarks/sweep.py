@@ -1,74 +1,40 @@
-"""Whether the choice of a convolution's norm stays right over batch and map sizes, and its cost linear in the batch.
+"""Whether the choice of a convolution's way stays right over batch and map sizes, and its cost linear in the batch.
 
     python -m benchmarks.sweep [--threads 2] [--out benchmarks/results/sweep]
 
-Each way to get norms and clipped sum of a 3x3 convolution is timed, interleaved, minimum of several: direct norms with
-stored gradients, direct norms and a second pass, Gram norms and a second pass, and what the cost model chooses.
+Norms and clipped sum of a 3x3 convolution by every way, interleaved, as `dpkernels bench --explain` measures them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from dpkernels.bench import LayerChoice
+from dpkernels.bench.choices import choice
 from dpkernels.bench.machine import machine
-from dpkernels.ops.clip import weighted_row_sum
-from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
+from dpkernels.layers import Record
+from dpkernels.layers.conv import ConvLayer
+from dpkernels.training.files import write_atomically, write_json
 
-GEOMETRY: dict[str, Any] = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
-WAYS: dict[str, dict[str, Any]] = {
-    "stored": {"store": True},
-    "direct": {"store": False, "strategy": "direct"},
-    "gram": {"store": False, "strategy": "gram"},
-    "chosen": {"store": None},
-}
+STYLES = {"stored": "C0-", "direct": "C1-", "gram": "C2-"}
 BATCHES = [(batch, 64, 8) for batch in (1, 4, 16, 64, 256, 1024, 4096)]
 MAPS = [
     (batch, channels, size)
     for channels in (16, 64, 256)
     for size, batch in ((4, 128), (8, 64), (16, 32), (32, 8), (64, 2))
 ]
-MOST_PAIRS = 2**28  # of positions, over the batch: a Gram norm beyond them is not worth waiting for
 
 
-def both_passes(batch: int, channels: int, size: int, way: dict[str, Any]) -> Callable[[], None]:
-    x, g = torch.randn(batch, channels, size, size), torch.randn(batch, channels, size, size)
-    weights = torch.rand(batch, dtype=torch.float64)
-
-    def run() -> None:
-        _, stored, _ = conv_squared_norms(x, g, bias=False, **way, **GEOMETRY)
-        if stored is None:
-            conv_clipped_sums(x, g, weights, bias=False, **GEOMETRY)
-        else:
-            weighted_row_sum(stored.movedim(1, -1).flatten(1), weights)
-
-    return run
-
-
-def measure(batch: int, channels: int, size: int, seconds: float) -> dict[str, float]:
-    """Milliseconds of each way."""
-    ways = {
-        name: both_passes(batch, channels, size, way)
-        for name, way in WAYS.items()
-        if name != "gram" or batch * size**4 <= MOST_PAIRS
-    }
-    best = dict.fromkeys(ways, float("inf"))
-    for run in ways.values():
-        run()
-    start, rounds = time.perf_counter(), 0
-    while rounds < 5 or time.perf_counter() - start < seconds:
-        rounds += 1
-        for name, run in ways.items():
-            begin = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - begin)
-    return {name: 1e3 * value for name, value in best.items()}
+def measure(batch: int, channels: int, size: int, seconds: float) -> LayerChoice:
+    """What is chosen for a convolution on [batch, channels, size, size], and what each way takes."""
+    rule = ConvLayer(nn.Conv2d(channels, channels, 3, padding=1, bias=False), "")
+    x, g = torch.randn(2, batch, channels, size, size)
+    return choice(Record(rule, rule.slots(), (x,), g), seconds)
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -84,9 +50,9 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         for c in sorted({r["channels"] for r in rows if r["sweep"] == "map"})
     ]
     for axes, (x, points, name) in zip(panels, groups, strict=True):
-        for way, style in zip(WAYS, ("C0-", "C1-", "C2-", "k:"), strict=True):
-            known = [p for p in points if way in p]
-            axes.loglog([p[x] for p in known], [1e3 * p[way] / p["batch"] for p in known], style, marker=".", label=way)
+        for way, style in {**STYLES, "chosen": "k:"}.items():
+            times = [1e3 * p["ms"][p["chosen"] if way == "chosen" else way] / p["batch"] for p in points]
+            axes.loglog([p[x] for p in points], times, style, marker=".", label=way)
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel("examples" if x == "batch" else "side of the map, pixels")
         axes.set_xticks([p[x] for p in points], [f"{p[x]:g}" for p in points])
@@ -97,7 +63,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     panels[0].set_ylabel("norms and clipped sum, us per example")
     panels[1].legend(frameon=False)
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=130)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
 def main() -> None:
@@ -110,18 +76,18 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for sweep, points in (("batch", BATCHES), ("map", MAPS)):
         for batch, channels, size in points:
-            times = measure(batch, channels, size, options.seconds)
-            fastest = min(times, key=times.__getitem__)
-            rows.append({"sweep": sweep, "batch": batch, "channels": channels, "size": size} | times)
-            shown = "  ".join(f"{name} {value:.3f}" for name, value in times.items())
-            best = min(value for name, value in times.items() if name != "chosen")
+            found = measure(batch, channels, size, options.seconds)
+            ms = {name: way.ms for name, way in found.ways.items()}
+            point = {"sweep": sweep, "batch": batch, "channels": channels, "size": size}
+            rows.append({**point, "chosen": found.chosen, "ms": ms})
+            shown = "  ".join(f"{'*' if name == found.chosen else ''}{name} {value:.3f}" for name, value in ms.items())
             print(
-                f"batch {batch:<5} channels {channels:<4} map {size}x{size:<3} ms: {shown}  fastest {fastest}, "
-                f"chosen / best {times['chosen'] / best:.2f}",
+                f"batch {batch:<5} channels {channels:<4} map {size}x{size:<3} ms: {shown}  "
+                f"chosen / best {1 + found.excess:.2f}",
                 flush=True,
             )
     if options.out:
-        options.out.with_suffix(".json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        write_json(options.out.with_suffix(".json"), {"machine": machine(), "rows": rows})
         plot(rows, options.out.with_suffix(".png"), f"{machine()['processor']}, {options.threads} threads")
 
 
