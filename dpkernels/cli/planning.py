@@ -71,8 +71,6 @@ def run_plan(args: argparse.Namespace) -> int:
         accountant=args.accountant,
     )
     iterated = _by_iteration(planned, planned.epsilon) if args.iteration else {}
-    if args.plot:
-        _draw_noise(args.plot, planned, args.accountant, iteration=args.iteration)
     if args.json:
         _print_json(
             **{f"{name.replace(' ', '_')}_noise_multiplier": value for name, value in iterated.items()},
@@ -92,8 +90,8 @@ def run_plan(args: argparse.Namespace) -> int:
         for name, value in iterated.items():
             print(f"noise multiplier {value:.6g} with {name} (convex smooth losses, for 99% of the examples)")
         print(f"\n{planned}")
-        if args.plot:
-            print(f"\nplot           {args.plot}")
+    if args.plot:
+        _draw_noise(args.plot, planned, args.accountant, iteration=args.iteration)
     return 0
 
 
