@@ -25,6 +25,12 @@ def _load_operators() -> None:
 
 
 _load_operators()
+# Operators are not differentiable: autograd passes them by, without a node and without its cost.
+_autograd = torch.library.Library("dpkernels", "IMPL")
+for _name in torch._C._dispatch_get_all_op_names():
+    if _name.startswith("dpkernels::"):
+        _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
 try:
     host = importlib.import_module("dpkernels._host")
 except ImportError as error:

@@ -8,6 +8,7 @@ sums are taken as the records come by.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,14 +45,15 @@ class ClippedSum:
 
 @dataclass
 class _Batch:
-    """What has been gathered of one physical batch, from its forward to its clipped sum."""
+    """What has been gathered of one physical batch, from its forward to its clipped sum. Parameters are keyed by id:
+    a tensor's own hash is computed in Python, and small models are bound by such calls."""
 
-    uses: Counter[nn.Parameter] = field(default_factory=Counter)  # calls in the forward
-    emitted: Counter[nn.Parameter] = field(default_factory=Counter)  # records in the backward
+    uses: Counter[int] = field(default_factory=Counter)  # calls in the forward
+    emitted: Counter[int] = field(default_factory=Counter)  # records in the backward
     records: list[tuple[Record, Tensor]] = field(default_factory=list)  # kept, with their squared norms
     squared: list[Tensor] = field(default_factory=list)  # squared norms of records that were not kept
     reused: list[Record] = field(default_factory=list)  # of parameters that were used several times
-    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    sums: dict[int, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None  # clip factors times loss scale, once the norms are known
     rows: int | None = None
     task: int | None = None  # autograd's number of the ordinary backward that fills this batch
@@ -100,8 +102,8 @@ class GhostClipper:
         self.loss_reduction = loss_reduction
         #: Number of examples in the physical batch, where somebody announced it; else the first captured module tells.
         self.expected_rows: int | None = None
-        self._names = {p: name for name, p in model.named_parameters()}
-        self._watched: dict[nn.Parameter, RemovableHandle] = {}
+        self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
+        self._watched: dict[int, RemovableHandle] = {}
         self._explicit = False  # inside backward(losses)
         self._batch = _Batch()
         self._result: ClippedSum | None = None  # of an ordinary backward
@@ -123,7 +125,7 @@ class GhostClipper:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped now, by name: those with ``requires_grad``."""
-        return {name: p for p, name in self._names.items() if p.requires_grad}
+        return {name: p for name, p in self._parameters.values() if p.requires_grad}
 
     def backward(self, losses: Tensor) -> ClippedSum:
         """Both passes for one loss per example.
@@ -209,18 +211,18 @@ class GhostClipper:
             in_backward = torch._C._current_graph_task_id() != -1  # checkpointing recomputes: not another use
             for parameter in rule.slots().values():
                 if not in_backward:
-                    self._batch.uses[parameter] += 1
-                if parameter not in self._watched:
+                    self._batch.uses[id(parameter)] += 1
+                if id(parameter) not in self._watched:
                     self._watch(parameter, rule.path)
             return rule.call(self._emit, own_forward, *args, **kwargs)
 
-        return torch.compiler.disable(forward)
+        return _never_compiled(forward)
 
     def _watch(self, parameter: nn.Parameter, path: str) -> None:
         """Autograd gives captured parameters no gradient: one that gets one is used outside its module."""
-        if parameter not in self._names:
+        if id(parameter) not in self._parameters:
             raise RuntimeError(f"a parameter of module {path!r} was replaced after attaching: detach and attach again")
-        name = self._names[parameter]
+        name, _ = self._parameters[id(parameter)]
 
         def complain(p: Tensor) -> None:
             if p.grad is None:  # what the captured module itself sends
@@ -232,14 +234,14 @@ class GhostClipper:
                 "module, not its parameter."
             )
 
-        self._watched[parameter] = parameter.register_post_accumulate_grad_hook(complain)
+        self._watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(complain)
 
     # ---- pass 1: records and norms ----------------------------------------------------------------------------------
 
     def _emit(self, ctx: Any, record: Record) -> None:
         if not self._explicit:
             self._enter_ordinary_backward()
-        batch, parameters = self._batch, record.slots.values()
+        batch, parameters = self._batch, [id(p) for p in record.slots.values()]
         summing = batch.weights is not None
         if getattr(ctx, "emitted_for", None) is not (batch if summing else None):
             raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
@@ -303,7 +305,7 @@ class GhostClipper:
     def _weigh(self, loss_scale: float) -> Tensor:
         """Set the weight of each example; returns the norms."""
         batch = self._batch
-        missing = {name: p for name, p in self.trainable().items() if p not in batch.emitted}
+        missing = {name: p for name, p in self.trainable().items() if id(p) not in batch.emitted}
         for parameter in missing.values():
             parameter.grad = None  # what a bypass may have left
         if missing:
@@ -323,23 +325,25 @@ class GhostClipper:
 
     def _set_reused_apart(self) -> None:
         """Move records whose parameters turned out to have several (a reuse that the forward could not count)."""
-        batch, counted_apart = self._batch, {p for r in self._batch.reused for p in r.slots.values()}
+        batch, counted_apart = self._batch, _ids(self._batch.reused)
         several = {p for p, count in batch.emitted.items() if count > 1} | counted_apart
+        if not several:
+            return
         if self.memory == "lean" and several - counted_apart:
-            names = ", ".join(self._names[p] for p in several - counted_apart)
+            names = ", ".join(self._parameters[p][0] for p in several - counted_apart)
             raise RuntimeError(f"memory='lean' cannot train {names}: reused under reentrant checkpointing. Use 'keep'.")
-        reused = [r for r, _ in batch.records if several & set(r.slots.values())]
-        batch.reused += reused
-        batch.records = [(r, s) for r, s in batch.records if not several & set(r.slots.values())]
+        batch.reused += [r for r, _ in batch.records if several & _ids([r])]
+        batch.records = [(r, s) for r, s in batch.records if not several & _ids([r])]
 
-    def _joint_gradient(self, example: int) -> dict[nn.Parameter, Tensor]:
+    def _joint_gradient(self, example: int) -> dict[int, Tensor]:
         """One example's gradient of the parameters that were used several times, summed over the uses."""
-        total: dict[nn.Parameter, Tensor] = {}
+        total: dict[int, Tensor] = {}
         for record in self._batch.reused:
             one = torch.ones(1, dtype=torch.float64, device=record.output_grad.device)
             sums = record.rule.clipped_sums(record.example(example), one, frozenset(record.slots))
             for slot, parameter in record.slots.items():
-                total[parameter] = total[parameter] + sums[slot] if parameter in total else sums[slot]
+                p = id(parameter)
+                total[p] = total[p] + sums[slot] if p in total else sums[slot]
         return total
 
     # ---- pass 2: clipped sums ---------------------------------------------------------------------------------------
@@ -354,17 +358,32 @@ class GhostClipper:
             if batch.weights[i] != 0:
                 for parameter, gradient in self._joint_gradient(i).items():
                     self._accumulate(parameter, gradient * batch.weights[i])
-        for parameter in {p for record in batch.reused for p in record.slots.values()} - batch.sums.keys():
-            self._accumulate(parameter, torch.zeros_like(parameter, dtype=torch.float64))  # every example was skipped
-        grads = {name: batch.sums[p] for name, p in self.trainable().items()}
+        for p in _ids(batch.reused) - batch.sums.keys():  # every example was skipped
+            self._accumulate(p, torch.zeros_like(self._parameters[p][1], dtype=torch.float64))
+        grads = {name: batch.sums[id(p)] for name, p in self.trainable().items()}
         return ClippedSum(grads, norms, batch.rows or 0, self.l2_bound)
 
     def _add(self, record: Record) -> None:
         assert self._batch.weights is not None
         sums = record.rule.clipped_sums(record, self._batch.weights, frozenset(record.slots))
         for slot, parameter in record.slots.items():
-            self._accumulate(parameter, sums[slot])
+            self._accumulate(id(parameter), sums[slot])
 
-    def _accumulate(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def _accumulate(self, parameter: int, value: Tensor) -> None:
         known = self._batch.sums.get(parameter)
         self._batch.sums[parameter] = value if known is None else known.add_(value)
+
+
+def _ids(records: list[Record]) -> set[int]:
+    return {id(p) for record in records for p in record.slots.values()}
+
+
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable`` where a compiler looks, and no wrapper otherwise."""
+    outside = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call

@@ -40,7 +40,9 @@ class LinearLayer(Layer):
             x, least = record.saved[0], torch.finfo(torch.float64).tiny
             inputs = (record.saved[1] + x.size(1) * least) * ("weight" in slots) + ("bias" in slots)
             return inputs * (row_squared_norms(record.output_grad) + record.output_grad.size(1) * least)
-        return linear_squared_norms(*_rows(record), weight="weight" in slots, bias="bias" in slots)
+        a, record.output_grad = _rows(record)  # kept so for the sums
+        record.saved = (a,)
+        return linear_squared_norms(a, record.output_grad, weight="weight" in slots, bias="bias" in slots)
 
     def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
         weight, bias = linear_clipped_sums(*_rows(record), weights, weight="weight" in slots, bias="bias" in slots)
@@ -50,5 +52,7 @@ class LinearLayer(Layer):
 def _rows(record: Record) -> tuple[Tensor, Tensor]:
     """Activations and output gradients as [batch, positions, features]."""
     x, g = record.saved[0], record.output_grad
+    if x.dim() == 3:
+        return x, g
     positions = math.prod(x.shape[1:-1])
     return x.reshape(x.size(0), positions, x.size(-1)), g.reshape(x.size(0), positions, g.size(-1))

@@ -35,6 +35,8 @@ def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def as_they_lie(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, as they lie, in one dtype that the kernels take."""
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    # Small models are bound by such calls: none that does nothing.
-    return tuple(t if t.dtype == dtype and not t.requires_grad else t.detach().to(dtype) for t in tensors)
+    dtypes = {t.dtype for t in tensors}
+    if dtypes == {torch.float32} or dtypes == {torch.float64}:  # small models are bound by calls that do nothing
+        return tensors
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return tuple(t.detach().to(dtype) for t in tensors)

@@ -7,6 +7,12 @@ from dpkernels import _native  # noqa: F401  (loads the operators)
 from dpkernels.ops._checks import require_size, require_tensor, require_weights, widen
 
 
+_squared_norms = torch.ops.dpkernels.linear_squared_norms.default
+_clipped_sums = torch.ops.dpkernels.linear_clipped_sums.default
+# What an operator refuses itself is looked at again, in words for users: small models are bound by checks in Python.
+_REFUSED = (RuntimeError, TypeError)
+
+
 def _check(activations: Tensor, output_grads: Tensor) -> None:
     require_tensor(activations, "activations", "[batch, positions, in_features]")
     require_tensor(output_grads, "output_grads", "[batch, positions, out_features]")
@@ -30,8 +36,11 @@ def linear_squared_norms(
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit.
     """
-    _check(activations, output_grads)
-    return torch.ops.dpkernels.linear_squared_norms(*widen(activations, output_grads), weight, bias)
+    try:
+        return _squared_norms(activations, output_grads, weight, bias)
+    except _REFUSED:
+        _check(activations, output_grads)
+        return _squared_norms(*widen(activations, output_grads), weight, bias)
 
 
 def linear_forward(activations: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -81,11 +90,12 @@ def linear_clipped_sums(
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit.
     """
-    _check(activations, output_grads)
-    require_weights(weights, activations.size(0))
-    return torch.ops.dpkernels.linear_clipped_sums(
-        *widen(activations, output_grads), weights.contiguous(), weight, bias
-    )
+    try:
+        return _clipped_sums(activations, output_grads, weights, weight, bias)
+    except _REFUSED:
+        _check(activations, output_grads)
+        require_weights(weights, activations.size(0))
+        return _clipped_sums(*widen(activations, output_grads), weights.contiguous(), weight, bias)
 
 
 @torch.library.register_fake("dpkernels::linear_squared_norms")

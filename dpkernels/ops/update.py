@@ -18,6 +18,7 @@ from dpkernels.ops.noise import require_grid, require_stream
 
 Scalars = float | Sequence[float]
 Flags = bool | Sequence[bool]
+_COMPUTED = (torch.float32, torch.float64)
 
 
 def noised_mean(
@@ -235,18 +236,20 @@ def _flags(value: Flags, name: str, count: int) -> list[int]:
 @contextmanager
 def _plain(**lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
     """The tensors as the operators take them, contiguous float32 or float64; what stands in for one is copied back."""
-    plain = [[_stand_in(t.detach()) for t in tensors] for tensors in lists.values()]
+    plain = [[_stand_in(t) for t in tensors] for tensors in lists.values()]
     yield plain
     changed = [t for tensors in lists.values() for t in tensors]
     with torch.no_grad():
         for t, p in zip(changed, (p for tensors in plain for p in tensors), strict=True):
-            if p.data_ptr() != t.data_ptr():
-                t.copy_(p.view(t.shape))
+            if p is not t:
+                t.copy_(p)
     torch.autograd.graph.increment_version(changed)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).contiguous()
+    if tensor.dtype in _COMPUTED and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).contiguous()
 
 
 for _name in ("noised_mean", "sgd_update", "adam_update"):
