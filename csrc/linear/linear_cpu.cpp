@@ -261,7 +261,10 @@ void add_products(const T* const* a_rows, const double* g_panels, int64_t depth,
 template <typename T>
 void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
   const int64_t p = q.in_features, d = q.out_features, rows = q.batch * q.positions, column_tasks = sum_column_tasks(p);
-  std::vector<double> a_panel(kSumDepth * kSumWidth), g_panels(kSumDepth * kSumRows), sum(kSumRows * kSumColumns);
+  // Left as they are: small layers are bound by clearing them.
+  const auto a_panel = std::make_unique_for_overwrite<double[]>(kSumDepth * kSumWidth);
+  const auto g_panels = std::make_unique_for_overwrite<double[]>(kSumDepth * kSumRows);
+  const auto sum = std::make_unique_for_overwrite<double[]>(kSumRows * kSumColumns);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t row0 = task / column_tasks * kSumRows, column0 = task % column_tasks * kSumColumns;
     const int64_t task_rows = std::min(kSumRows, d - row0), tiles = (task_rows + kTileRows - 1) / kTileRows;
@@ -269,7 +272,7 @@ void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
     double* bias_sum = q.bias_sum && column0 == 0 ? q.bias_sum + row0 : nullptr;
     if (bias_sum) std::fill_n(bias_sum, task_rows, 0.);
     double example_sum[kSumRows] = {};
-    std::fill(sum.begin(), sum.end(), 0.);
+    std::fill_n(sum.get(), tiles * kTileRows * kSumColumns, 0.);
     for (int64_t r = 0; r < rows;) {
       const T *a_rows[kSumDepth], *g_rows[kSumDepth];
       double weight[kSumDepth];
@@ -283,8 +286,8 @@ void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
         weight[depth++] = q.weights[r / q.positions];
       }
       for (int64_t i = 0; i < tiles; ++i)
-        pack<kTileRows>(g_rows, depth, d, row0 + i * kTileRows, g_panels.data() + i * kSumDepth * kTileRows, weight);
-      add_products(a_rows, g_panels.data(), depth, p, column0, columns, tiles, a_panel.data(), sum.data());
+        pack<kTileRows>(g_rows, depth, d, row0 + i * kTileRows, g_panels.get() + i * kSumDepth * kTileRows, weight);
+      add_products(a_rows, g_panels.get(), depth, p, column0, columns, tiles, a_panel.get(), sum.get());
       if (!bias_sum) continue;
       for (int64_t k = 0; k < depth; ++k) {
         for (int64_t i = 0; i < task_rows; ++i) example_sum[i] += static_cast<double>(g_rows[k][row0 + i]);
@@ -294,7 +297,7 @@ void clipped_sums(const LinearSumParams<T>& q, int64_t begin, int64_t end) {
       }
     }
     for (int64_t i = 0; columns > 0 && i < task_rows; ++i)
-      std::copy_n(sum.data() + i * kSumColumns, columns, q.weight_sum + (row0 + i) * p + column0);
+      std::copy_n(sum.get() + i * kSumColumns, columns, q.weight_sum + (row0 + i) * p + column0);
   }
 }
 
