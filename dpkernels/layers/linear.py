@@ -40,9 +40,7 @@ class LinearLayer(Layer):
             x, least = record.saved[0], torch.finfo(torch.float64).tiny
             inputs = (record.saved[1] + x.size(1) * least) * ("weight" in slots) + ("bias" in slots)
             return inputs * (row_squared_norms(record.output_grad) + record.output_grad.size(1) * least)
-        a, record.output_grad = _rows(record)  # kept so for the sums
-        record.saved = (a,)
-        return linear_squared_norms(a, record.output_grad, weight="weight" in slots, bias="bias" in slots)
+        return linear_squared_norms(*_rows(record), weight="weight" in slots, bias="bias" in slots)
 
     def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
         weight, bias = linear_clipped_sums(*_rows(record), weights, weight="weight" in slots, bias="bias" in slots)

@@ -36,7 +36,7 @@ def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 def as_they_lie(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, as they lie, in one dtype that the kernels take."""
     dtypes = {t.dtype for t in tensors}
-    if dtypes == {torch.float32} or dtypes == {torch.float64}:  # small models are bound by calls that do nothing
+    if dtypes in ({torch.float32}, {torch.float64}):  # small models are bound by calls that do nothing
         return tensors
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return tuple(t.detach().to(dtype) for t in tensors)

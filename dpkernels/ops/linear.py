@@ -6,7 +6,6 @@ from torch import Tensor
 from dpkernels import _native  # noqa: F401  (loads the operators)
 from dpkernels.ops._checks import require_size, require_tensor, require_weights, widen
 
-
 _squared_norms = torch.ops.dpkernels.linear_squared_norms.default
 _clipped_sums = torch.ops.dpkernels.linear_clipped_sums.default
 # What an operator refuses itself is looked at again, in words for users: small models are bound by checks in Python.
