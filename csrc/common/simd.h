@@ -24,6 +24,37 @@ static inline void store(T* p, Vec<T> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// Where an operation needs intrinsics, they must fit the target that each_isa.h set: clang does not know its pragmas.
+#undef DPK_INTRINSICS
+#if defined(__x86_64__) && !defined(__clang__)
+#define DPK_INTRINSICS 1
+#else
+#define DPK_INTRINSICS 0
+#endif
+
+template <typename T>
+static inline Vec<T> vector_sqrt(Vec<T> x) {
+#if !DPK_INTRINSICS
+  for (int64_t l = 0; l < kLanes<T>; ++l) x[l] = std::sqrt(x[l]);
+  return x;
+#elif DPK_VECTOR_BYTES == 64  // the unmasked forms warn under GCC 12
+  if constexpr (std::is_same_v<T, float>)
+    return _mm512_maskz_sqrt_ps(0xffff, x);
+  else
+    return _mm512_maskz_sqrt_pd(0xff, x);
+#elif DPK_VECTOR_BYTES == 32
+  if constexpr (std::is_same_v<T, float>)
+    return _mm256_sqrt_ps(x);
+  else
+    return _mm256_sqrt_pd(x);
+#else
+  if constexpr (std::is_same_v<T, float>)
+    return _mm_sqrt_ps(x);
+  else
+    return _mm_sqrt_pd(x);
+#endif
+}
+
 // Sum of the lanes in double.
 template <typename T>
 static inline double lane_sum(Vec<T> v) {

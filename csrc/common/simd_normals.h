@@ -8,14 +8,6 @@
 //   sin, cos  t, cut to 52 bits, moves them by pi / 2 2^-52; polynomial and arithmetic by 2^-52
 // where r <= 5 multiplies the last two. The other pairs are computed exactly.
 
-// Three operations need intrinsics, which must fit the target that each_isa.h set: clang does not know its pragmas.
-#undef DPK_INTRINSICS
-#if defined(__x86_64__) && !defined(__clang__)
-#define DPK_INTRINSICS 1
-#else
-#define DPK_INTRINSICS 0
-#endif
-
 using Bits = Vec<uint64_t>;
 using Doubles = Vec<double>;
 
@@ -24,19 +16,6 @@ constexpr double kFastError = 0x1p-46;
 
 static inline Doubles as_doubles(Bits x) { return (Doubles)x; }
 static inline Bits as_bits(Doubles x) { return (Bits)x; }
-
-static inline Doubles vector_sqrt(Doubles x) {
-#if !DPK_INTRINSICS
-  for (int64_t l = 0; l < kLanes<double>; ++l) x[l] = std::sqrt(x[l]);
-  return x;
-#elif DPK_VECTOR_BYTES == 64
-  return _mm512_maskz_sqrt_pd(0xff, x);  // the unmasked form warns under GCC 12
-#elif DPK_VECTOR_BYTES == 32
-  return _mm256_sqrt_pd(x);
-#else
-  return _mm_sqrt_pd(x);
-#endif
-}
 
 // One bit per lane: the top bits.
 static inline unsigned top_bits(Bits x) {
@@ -143,7 +122,7 @@ static inline void group_normals(const Stream& stream, int64_t group, double sca
     const Doubles radius2 = load<double>(radii + i);
     Bits slow = outside_fast_range(radius2);
     Doubles first, second;
-    polar(vector_sqrt(radius2), load<uint64_t>(words + at + kGroupBlocks), first, second);
+    polar(vector_sqrt<double>(radius2), load<uint64_t>(words + at + kGroupBlocks), first, second);
     if (kGrid) {
       const Doubles x = first * scale, y = second * scale;
       first = nearest(x), second = nearest(y);

@@ -57,7 +57,7 @@ void box_muller(const BoxMullerParams& q, int64_t begin, int64_t end) {
     std::copy_n(parts, 4, q.exact + 4 * p);
     Doubles first, second;
     const Doubles radius2 = minus_two_log(unit_interval(Bits{} + words[0]));
-    polar(vector_sqrt(radius2), Bits{} + words[1], first, second);
+    polar(vector_sqrt<double>(radius2), Bits{} + words[1], first, second);
     const bool slow = top_bits(outside_fast_range(radius2)) != 0;
     q.fast[2 * p] = slow ? std::numeric_limits<double>::quiet_NaN() : first[0];
     q.fast[2 * p + 1] = slow ? std::numeric_limits<double>::quiet_NaN() : second[0];

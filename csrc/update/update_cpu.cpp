@@ -82,7 +82,7 @@ inline void adam(const UpdateTensor& t, int64_t at, int64_t n, const double* __r
     }
   }
   for (int64_t i = n; i % kLanes<double> != 0; ++i) root[i] = 0;
-  for (int64_t i = 0; i < n; i += kLanes<double>) store<double>(root + i, vector_sqrt(load<double>(root + i)));
+  for (int64_t i = 0; i < n; i += kLanes<double>) store<double>(root + i, vector_sqrt<double>(load<double>(root + i)));
   for (int64_t i = 0; i < n; ++i)
     p[i] = static_cast<T>(t.shrink * p[i] - t.rate * first[i] / (root[i] * t.second_unbias + t.epsilon));
 }
