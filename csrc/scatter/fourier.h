@@ -1,8 +1,9 @@
 // Discrete Fourier transforms of short sequences, a different image in every vector lane. Included by scatter_cpu.cpp
 // inside namespace dpk::DPK_ISA.
 //
-// Stockham's form: a stage of radix r takes r elements m apart, transforms them, turns the results by roots of unity and
-// stores them where the next stage finds them in order. Lengths are split into radices 8, 4, 2, 3, 5 and other primes.
+// Stockham's form: a stage of radix r takes r elements m apart, transforms them, turns the results by roots of unity
+// and stores them where the next stage finds them in order. Lengths are split into radices 8, 6, 4, 5, 3, 2 and other
+// primes.
 
 // An element is a vector of real parts followed by one of imaginary parts.
 template <typename T>
@@ -97,6 +98,20 @@ static inline void butterfly(Complex<T> (&z)[5]) {
   z[4] = middle1 - side1;
 }
 
+// 2 and 3 are coprime: with elements and results numbered to fit, no result is turned between the two.
+template <bool kInverse, typename T>
+static inline void butterfly(Complex<T> (&z)[6]) {
+  Complex<T> even[3] = {z[0] + z[3], z[2] + z[5], z[4] + z[1]}, odd[3] = {z[0] - z[3], z[2] - z[5], z[4] - z[1]};
+  butterfly<kInverse>(even);
+  butterfly<kInverse>(odd);
+  z[0] = even[0];
+  z[1] = odd[1];
+  z[2] = even[2];
+  z[3] = odd[0];
+  z[4] = even[1];
+  z[5] = odd[2];
+}
+
 template <bool kInverse, typename T>
 static inline void butterfly(Complex<T> (&z)[8]) {
   constexpr T kHalfRoot = static_cast<T>(0.707106781186547524400844362104849039);
@@ -125,7 +140,7 @@ class Fourier {
       sine[k] = static_cast<T>(std::sin(angle));
     }
     int64_t rest = n;
-    for (int64_t radix : {8, 4, 2, 3, 5})
+    for (int64_t radix : {8, 6, 4, 5, 3, 2})
       for (; rest % radix == 0; rest /= radix) radices.push_back(radix);
     for (int64_t radix = 7; rest > 1; radix += 2)
       for (; rest % radix == 0; rest /= radix) radices.push_back(radix);
@@ -156,6 +171,9 @@ class Fourier {
           break;
         case 5:
           stage<5, kInverse>(x, x_stride, y, y_stride, done);
+          break;
+        case 6:
+          stage<6, kInverse>(x, x_stride, y, y_stride, done);
           break;
         case 8:
           stage<8, kInverse>(x, x_stride, y, y_stride, done);

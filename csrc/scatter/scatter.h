@@ -7,16 +7,16 @@ namespace dpk {
 
 constexpr int64_t kMaxScatterScales = 16;
 
-// H = padded_height, W = padded_width, both multiples of 2^scales. Resolution r has H >> r by W >> r pixels. Wavelets are
-// numbered by scale j and angle, n = j * angles + angle; those of resolution r are real Fourier transforms of the first
-// order (r = 0: all) and of the second (j > r), `first` being the smallest j among them.
+// H = padded_height, W = padded_width, both multiples of 2^scales. Resolution r has H >> r by W >> r pixels. Wavelets
+// are numbered by scale j and angle, n = j * angles + angle; those of resolution r are real Fourier transforms of the
+// first order (r = 0: all) and of the second (j > r), `first` being the smallest j among them.
 template <typename T>
 struct ScatterParams {
-  const T* images;            // [planes, height, width]
-  const T* const* wavelets;   // [scales] pointers to [(scales - first) * angles, H >> r, W >> r]
-  const T* const* rows;       // [scales] pointers to [out_height, H >> r]: low pass, subsampling and cropping of columns
-  const T* const* columns;    // [scales] pointers to [out_width, W >> r]: the same of rows
-  const int64_t* row_source;  // [H] the row of the image that a padded row repeats
+  const T* images;           // [planes, height, width]
+  const T* const* wavelets;  // [scales] pointers to [(scales - first) * angles, H >> r, W >> r]
+  const T* const* rows;      // [scales] pointers to [out_height, H >> r]: low pass, subsampling and cropping of columns
+  const T* const* columns;   // [scales] pointers to [out_width, W >> r]: the same of rows
+  const int64_t* row_source;     // [H] the row of the image that a padded row repeats
   const int64_t* column_source;  // [W]
   T* features;                   // [planes, scatter_channels, out_height, out_width]
   int64_t planes, height, width, padded_height, padded_width, out_height, out_width, scales, angles;

@@ -5,13 +5,13 @@
 // where A is the low pass, subsampled by 2^scales and cropped, and |x * psi_n| is kept at resolution scale(n).
 // Convolutions are circular products of Fourier transforms on an image that is padded by reflection.
 //
-// How it is computed. A vector lane holds one plane: every operation is the same for all lanes, nothing is shuffled, and
-// an image's features depend on no other image. An image is real, so half of its spectrum is kept, and columns are
-// transformed in pairs as real and imaginary part of one sequence. The product with a wavelet is folded to its resolution
-// row by row and transformed back along the row at once; then a pair of columns is transformed back, its modulus taken,
-// its low pass multiplied out (A is separable: two small matrix products, no transform), and, where a second order
-// follows, transformed forth again while it is in the first-level cache. Only spectra and one folded product go through
-// memory.
+// How it is computed. A vector lane holds one plane: every operation is the same for all lanes, nothing is shuffled,
+// and an image's features depend on no other image. An image is real, so half of its spectrum is kept, and columns are
+// transformed in pairs as real and imaginary part of one sequence. The product with a wavelet is folded to its
+// resolution row by row and transformed back along the row at once; then a pair of columns is transformed back, its
+// modulus taken, its low pass multiplied out (A is separable: two small matrix products, no transform), and, where a
+// second order follows, transformed forth again while it is in the first-level cache. Only spectra and one folded
+// product go through memory.
 //
 // Operations for a 32x32 plane (40x40 padded, scales 2, angles 8; vector operations a lane, FMA counted once):
 //   72 folded products back at 20x20: 20 + 20 transforms of 20 (280 each)         806 k
@@ -23,8 +23,8 @@
 // in all 2.4 M vector operations. Two a cycle at best; with one and a half, 8 planes take 1.6 M cycles and the square
 // roots overlap in part: 0.6 ms at 3 GHz, hence 4,000 images of 3x32x32 a second and core with vectors of 8 floats.
 #define DPK_BODY "scatter/scatter_cpu.cpp"
-#include "scatter/scatter.h"
 #include "common/each_isa.h"
+#include "scatter/scatter.h"
 
 #ifdef DPK_ISA
 
@@ -124,13 +124,13 @@ class Transform {
   const ScatterParams<T>& q;
   int64_t first_plane = 0, planes = 0;
   std::vector<Fourier<T>> vertical, horizontal;  // by resolution
-  Aligned<T> spectrum, next_spectrum;            // [height / 2 + 1, width] of twice the image, complex
-  Aligned<T> product;                            // folded, transformed along rows: [height, width] complex
-  Aligned<T> strip;                              // low pass of the columns: [out_height, width]
-  Aligned<T> column, pair;                       // one column, complex; two columns, real
-  Aligned<T> result;                             // [out_height, out_width] and a row that is not used
+  Aligned<T> spectrum, next_spectrum;  // [height / 2 + 1, width + 1] of twice the image, complex; the last is the first
+  Aligned<T> product;                  // folded, transformed along rows: [height, width] complex
+  Aligned<T> strip;                    // low pass of the columns: [out_height, width]
+  Aligned<T> column, pair;             // one column, complex; two columns, real
+  Aligned<T> result;                   // [out_height, out_width] and a row that is not used
 
-  int64_t half_spectrum() const { return (q.padded_height / 2 + 1) * q.padded_width * kComplex<T>; }
+  int64_t half_spectrum() const { return (q.padded_height / 2 + 1) * (q.padded_width + 1) * kComplex<T>; }
 
   // The padded planes into `product` as [width, height]. Lanes beyond the last plane repeat it.
   void pad() {
@@ -179,7 +179,7 @@ class Transform {
     for (int64_t k = 0; k <= height / 2; ++k) {
       const Complex<T> a = load_complex<T>(z + k * kComplex<T>);
       const Complex<T> b = load_complex<T>(z + (k == 0 ? 0 : height - k) * kComplex<T>);
-      T* at = to + (k * width + c) * kComplex<T>;
+      T* at = to + (k * (width + 1) + c) * kComplex<T>;
       store_complex<T>(at, {a.re + b.re, a.im - b.im});
       store_complex<T>(at + kComplex<T>, {a.im + b.im, b.re - a.re});
     }
@@ -188,13 +188,14 @@ class Transform {
   void transform_rows(int64_t resolution, T* half) {
     const int64_t height = q.padded_height >> resolution, width = q.padded_width >> resolution;
     for (int64_t k = 0; k <= height / 2; ++k) {
-      T* row = half + k * width * kComplex<T>;
+      T* row = half + k * (width + 1) * kComplex<T>;
       horizontal[resolution].template run<false>(row, 1, row, 1);
+      store_complex(row + width * kComplex<T>, load_complex<T>(row));
     }
   }
 
-  // The channel A |x * psi_n|, x of resolution `from` given by its spectrum, the modulus at resolution `to`; where `next`
-  // is given, the modulus's half spectrum is transformed along columns into it.
+  // The channel A |x * psi_n|, x of resolution `from` given by its spectrum, the modulus at resolution `to`; where
+  // `next` is given, the modulus's half spectrum is transformed along columns into it.
   void wavelet(int64_t from, int64_t to, int64_t n, const T* half, T* next, int64_t channel) {
     const int64_t area = (q.padded_height >> from) * (q.padded_width >> from);
     const T* filter = q.wavelets[from] + (n - scatter_first(from) * q.angles) * area;
@@ -234,21 +235,25 @@ class Transform {
     const int64_t to_height = q.padded_height >> to, to_width = q.padded_width >> to;
     for (int64_t k = 0; k < to_height; ++k) {
       T* row = product.data() + k * to_width * kComplex<T>;
-      for (int64_t l = 0; l < to_width; ++l) {
-        Complex<T> sum = {};
-        for (int64_t a = 0; a < folds; ++a) {
-          const int64_t h = k + a * to_height;
-          const bool mirrored = h > height / 2;  // X[h, w] is the conjugate of X[-h, -w]
-          const T* line = half + (mirrored ? height - h : h) * width * kComplex<T>;
+      for (int64_t a = 0; a < folds; ++a) {
+        const int64_t h = k + a * to_height;
+        const bool mirrored = h > height / 2;  // X[h, w] is the conjugate of X[-h, -w]
+        const T* line = half + (mirrored ? (height - h) * (width + 1) + width : h * (width + 1)) * kComplex<T>;
+        const T* factors = filter + h * width;
+        const int64_t step = mirrored ? -kComplex<T> : kComplex<T>;
+        const T sign = mirrored ? -1 : 1;
+        for (int64_t l = 0; l < to_width; ++l) {
+          Complex<T> sum = {};
           for (int64_t b = 0; b < folds; ++b) {
             const int64_t w = l + b * to_width;
-            const Complex<T> x = load_complex<T>(line + (mirrored && w ? width - w : w) * kComplex<T>);
-            const T factor = filter[h * width + w];
-            sum.re += factor * x.re;
-            sum.im += (mirrored ? -factor : factor) * x.im;
+            const Complex<T> x = load_complex<T>(line + w * step);
+            sum.re += factors[w] * x.re;
+            sum.im += factors[w] * x.im;
           }
+          sum.im *= sign;
+          T* at = row + l * kComplex<T>;
+          store_complex(at, a ? load_complex<T>(at) + sum : sum);
         }
-        store_complex(row + l * kComplex<T>, sum);
       }
       horizontal[to].template run<true>(row, 1, row, 1);
     }

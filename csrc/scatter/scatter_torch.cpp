@@ -22,9 +22,9 @@ Tensor scatter(const Tensor& images, const Tensors& wavelets, const Tensors& row
              "wavelets, rows, columns");
   const int64_t height = row_source.size(0), width = column_source.size(0);
   const int64_t out_height = rows[0].size(0), out_width = columns[0].size(0);
-  STD_TORCH_CHECK(height >= 1 && width >= 1 && height % (int64_t{1} << scales) == 0 &&
-                      width % (int64_t{1} << scales) == 0,
-                  "padded sizes must be multiples of 2^scales, got ", height, " and ", width);
+  STD_TORCH_CHECK(
+      height >= 1 && width >= 1 && height % (int64_t{1} << scales) == 0 && width % (int64_t{1} << scales) == 0,
+      "padded sizes must be multiples of 2^scales, got ", height, " and ", width);
   STD_TORCH_CHECK(out_height >= 1 && out_width >= 1, "features must not be empty");
   for (int64_t r = 0; r < scales; ++r) {
     check_input(wavelets[r], "wavelets", 3, type);

@@ -19,8 +19,8 @@ class ScatterNet(nn.Module):
     """Scattering features of images: [batch, channels, height, width] -> [batch, *feature_shape].
 
     Morlet wavelets of ``J`` scales and ``L`` angles, two orders, as kymatio defines them; each channel of the image is
-    transformed on its own, and its channels follow those of the one before. For J = 2 and L = 8 an image (1, 28, 28) has
-    features (81, 7, 7) and an image (3, 32, 32) features (243, 8, 8).
+    transformed on its own, and its channels follow those of the one before. For J = 2 and L = 8 an image (1, 28, 28)
+    has features (81, 7, 7) and an image (3, 32, 32) features (243, 8, 8).
 
     It has no parameters and no state, depends on each example alone, so that it costs no privacy, and gives the same
     bits for any number of threads and any batch. In a model it takes augmented images; no gradient flows through it.

@@ -53,8 +53,8 @@ class Filters:
                     raise ValueError(
                         f"{name}[{resolution}] must be float64 {wanted}, got {value.dtype} {tuple(value.shape)}"
                     )
-        for size, padded in zip(self.shape, self.padded_shape, strict=True):
-            if not 0 < size <= padded or padded % 2**self.scales or padded >> self.scales < 3:
+        for pixels, padded in zip(self.shape, self.padded_shape, strict=True):
+            if not 0 < pixels <= padded or padded % 2**self.scales or padded >> self.scales < 3:
                 raise ValueError(
                     f"shape must be at most the padded shape {self.padded_shape}, which must be a multiple of "
                     f"2^{self.scales}, and 3 of them at least, got {self.shape}"
@@ -87,9 +87,7 @@ class Filters:
     def sources(self) -> tuple[Tensor, Tensor]:
         """The row of the image that each padded row repeats, int64 [H], and the column, int64 [W]: reflection that
         leaves out the border, as often as it takes."""
-        height, width = (
-            _reflected(size, padded) for size, padded in zip(self.shape, self.padded_shape, strict=True)
-        )
+        height, width = (_reflected(size, padded) for size, padded in zip(self.shape, self.padded_shape, strict=True))
         return height, width
 
     def operands(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -148,9 +146,7 @@ def scatter(images: Tensor, filters: Filters) -> Tensor:
     if images.requires_grad and torch.is_grad_enabled():
         raise ValueError("images must not require a gradient: the scattering transform has none here")
     (images,) = widen(images)
-    return torch.ops.dpkernels.scatter(
-        images, *filters.operands(images.dtype), *filters.sources, filters.angles
-    )
+    return torch.ops.dpkernels.scatter(images, *filters.operands(images.dtype), *filters.sources, filters.angles)
 
 
 @torch.library.register_fake("dpkernels::scatter")

@@ -1,0 +1,24 @@
+"""Scattering features of the images of MNIST and CIFAR-10: two scales, eight angles."""
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.entry import Entry, size
+from dpkernels.features.scatternet import kymatio_filters
+from dpkernels.ops.scatter import scatter
+
+# Vector operations a plane, an FMA counted as two: csrc/scatter/scatter_cpu.cpp counts them.
+FLOPS = {(28, 28): 2.5e6, (32, 32): 3.1e6}
+
+
+def entries() -> Iterator[Entry]:
+    for shape, planes in (((28, 28), 256), ((32, 32), 192)):
+        filters, images = kymatio_filters(*shape, 2, 8), torch.rand(planes, *shape)
+        yield Entry(
+            "scatter",
+            f"[{planes}, {shape[0]}, {shape[1]}]",
+            lambda images=images, filters=filters: ((images, filters), {}),
+            planes * FLOPS[shape],
+            size(images, scatter(images, filters)),
+        )
