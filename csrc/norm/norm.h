@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+#include "common/scalar.h"
+
+struct CUstream_st;  // a CUDA stream is a pointer to it
+
 namespace dpk {
 
 // Statistics of a group of channels of one example (group and instance norm), or given from outside (batch norm in eval
@@ -14,8 +18,8 @@ template <typename T>
 struct GroupNormParams {
   const T* x;             // [batch, channels, spatial]
   const T* output_grads;  // [batch, channels, spatial]
-  const T* mean;          // [batch, groups]
-  const T* rstd;          // [batch, groups]
+  const acc_t<T>* mean;   // [batch, groups]
+  const acc_t<T>* rstd;   // [batch, groups]
   const T* weight;        // [channels], or null for ones
   T* input_grads;         // [batch, channels, spatial], or null
   double* weight_grads;   // [batch, channels]
@@ -29,8 +33,8 @@ template <typename T>
 struct LayerNormParams {
   const T* x;             // [batch, positions, features]
   const T* output_grads;  // [batch, positions, features]
-  const T* mean;          // [batch, positions], or null for RMS norm
-  const T* rstd;          // [batch, positions]
+  const acc_t<T>* mean;   // [batch, positions], or null for RMS norm
+  const acc_t<T>* rstd;   // [batch, positions]
   const T* weight;        // [features], or null for ones
   T* input_grads;         // [batch, positions, features], or null
   double* weight_grads;   // [batch, features]
@@ -45,5 +49,11 @@ void group_norm_backward_cpu(const GroupNormParams<T>& params, int64_t begin, in
 // Examples begin <= b < end.
 template <typename T>
 void layer_norm_backward_cpu(const LayerNormParams<T>& params, int64_t begin, int64_t end);
+
+// The whole batch on the device. T: float, bfloat16, half.
+template <typename T>
+void group_norm_backward_cuda(const GroupNormParams<T>& params, int64_t batch, CUstream_st* stream);
+template <typename T>
+void layer_norm_backward_cuda(const LayerNormParams<T>& params, int64_t batch, CUstream_st* stream);
 
 }  // namespace dpk

@@ -14,7 +14,8 @@ from dpkernels import _native
 
 ROOT = Path(__file__).parents[2]
 
-# Where each family has a file. Folders of csrc that are no family: what families share, and the build's own module.
+# Where each family has a file. Folders of csrc that are no family: what families share, the build's own module, and
+# what runs CUDA kernels in tests.
 PLACES = {
     "csrc (kernels)": "csrc/{}/{}_cpu.cpp",
     "csrc (bridge)": "csrc/{}/{}.h",
@@ -25,7 +26,7 @@ PLACES = {
     "C++ test": "tests/cpp/test_{}.cpp",
     "benchmark": "benchmarks/operators/{}.py",
 }
-NO_FAMILY = {"common", "host"}
+NO_FAMILY = {"common", "host", "simt"}
 
 
 def families(root: Path) -> list[str]:

@@ -36,6 +36,7 @@ TORCH_ONLY = {"reference", "models", "losses"}  # of what is neither Python's ow
 NO_TORCH = {"accounting"}
 
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
+SEES_SIMT = {"common/launch.h", "common/mma.h"}  # what a .cu is written in, when a C++ compiler reads it
 CUDA_HEADER = re.compile(r"^(cuda|cu[a-z]+\.h|cub/|cooperative_groups)")
 
 
@@ -95,12 +96,16 @@ def include_violations(csrc: Path) -> list[str]:
                 found.append(f"{at}: only *_torch.cpp sees torch")
             if header.startswith("pybind11/") and folder not in {"host", "simt"}:
                 found.append(f"{at}: only host and simt see pybind11")
+            if header == "simt/binding.h" and folder != "simt" and not path.name.endswith("_simt.cpp"):
+                found.append(f"{at}: only *_simt.cpp binds to simt")
             if CUDA_HEADER.match(header) and folder != "common" and path.suffix not in {".cu", ".cuh"}:
                 found.append(f"{at}: only .cu files see CUDA")
             if header.split("/")[0] in families | {"common", "host", "simt"}:
                 if not (csrc / header).is_file():
                     found.append(f"{at}, which does not exist")
-                if folder in families | {"common"} and header.split("/")[0] not in {folder, "common"}:
+                reaches_simt = str(where) in SEES_SIMT or path.name.endswith("_simt.cpp")
+                allowed = {folder, "common"} | ({"simt"} if reaches_simt else set())
+                if folder in families | {"common"} and header.split("/")[0] not in allowed:
                     found.append(f"{at}: a family includes its own headers and common's")
             elif '"' in text:
                 found.append(f"{at}: own headers are named from csrc, as family/file.h")
@@ -161,13 +166,15 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, words: st
         ("linear/linear_cpu.cpp", "#include <pybind11/pybind11.h>", "only host and simt see pybind11"),
         ("linear/linear_cpu.cpp", '#include "clip/clip.h"', "a family includes its own headers and common's"),
         ("common/simd.h", '#include "clip/clip.h"', "a family includes its own headers and common's"),
+        ("linear/linear.cu", '#include "simt/simt.h"', "a family includes its own headers and common's"),
         ("linear/linear_cpu.cpp", '#include "linear/tile.h"', "which does not exist"),
         ("linear/linear_cpu.cpp", '#include "linear.h"', "own headers are named from csrc"),
     ],
 )
 def test_a_wrong_include_is_found(tmp_path: Path, file: str, line: str, words: str) -> None:
     (tmp_path / "families.txt").write_text("linear\nclip\n")
-    for header in ("common/torch.h", "linear/linear.h", "clip/clip.h", "linear/linear_torch.cpp", file):
+    headers = ("common/torch.h", "linear/linear.h", "clip/clip.h", "simt/simt.h", "linear/linear_torch.cpp")
+    for header in (*headers, file):
         path = tmp_path / header
         path.parent.mkdir(exist_ok=True)
         path.touch()

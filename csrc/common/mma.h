@@ -1,0 +1,84 @@
+// Matrix products of one warp on tensor cores: d += a b with d [16, 8], a [16, depth], b [depth, 8] spread over the
+// lanes as PTX documents for mma.m16n8k8 (tf32) and mma.m16n8k16 (bf16, f16), all "row.col" with float accumulators.
+//
+// A register of a or b holds one tf32 number, or two neighbours along the depth, the first in the low half.
+//   d[i]   row mma_row(i)                    column mma_column(i)
+//   a[i]   row mma_a_row(i)                  depth  mma_a_depth<T>(i) (and the next)
+//   b[i]   depth mma_b_depth<T>(i) (and the next)   column mma_b_column()
+//
+// Accuracy: products are exact; the hardware aligns them and the accumulator to the largest and cuts bits below 2^-24
+// of it, so each product of depth k errs by at most (k + 2) 2^-23 max(|d|, max |a_l b_l|). A norm carries that upward.
+#pragma once
+
+#include "common/launch.h"
+
+#ifndef __CUDACC__
+#include "simt/matrix.h"
+#endif
+
+namespace dpk {
+
+struct tf32 {};  // float with 10 bits of fraction
+
+template <typename T>
+constexpr int kMmaDepth = 16;
+template <>
+constexpr int kMmaDepth<tf32> = 8;
+
+__device__ __forceinline__ int mma_row(int i) { return threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ __forceinline__ int mma_column(int i) { return threadIdx.x % 4 * 2 + i % 2; }
+__device__ __forceinline__ int mma_a_row(int i) { return threadIdx.x % 32 / 4 + i % 2 * 8; }
+template <typename T>
+__device__ __forceinline__ int mma_a_depth(int i) {
+  return threadIdx.x % 4 * (kMmaDepth<T> / 8) + i / 2 * (kMmaDepth<T> / 2);
+}
+template <typename T>
+__device__ __forceinline__ int mma_b_depth(int i) {
+  return threadIdx.x % 4 * (kMmaDepth<T> / 8) + i * (kMmaDepth<T> / 2);
+}
+__device__ __forceinline__ int mma_b_column() { return threadIdx.x % 32 / 4; }
+
+// The register of a or b for x, rounded to nearest, ties away from zero.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+#ifdef __CUDACC__
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+#else
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  return (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0x1000) & 0xffffe000;
+#endif
+}
+
+// The register of a or b for two neighbours along the depth.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(T first, T second) {
+  return first.bits | static_cast<uint32_t>(second.bits) << 16;
+}
+
+// All 32 lanes call it together. It does not order memory.
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef __CUDACC__
+#define DPK_MMA(shape, type)                                                          \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type                \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (std::is_same_v<T, tf32>)
+    DPK_MMA("m16n8k8", "tf32");
+  else if constexpr (std::is_same_v<T, bfloat16>)
+    DPK_MMA("m16n8k16", "bf16");
+  else
+    DPK_MMA("m16n8k16", "f16");
+#undef DPK_MMA
+#else
+  if constexpr (std::is_same_v<T, tf32>)
+    simt::matrix_product<8>(d, a, b, [](uint32_t bits, int) { return bit_cast<float>(bits & 0xffffe000); });
+  else
+    simt::matrix_product<16>(
+        d, a, b, [](uint32_t bits, int second) { return widen(T{static_cast<uint16_t>(second ? bits >> 16 : bits)}); });
+#endif
+}
+
+}  // namespace dpk
