@@ -24,10 +24,10 @@ demo: build ## Train a classifier privately on real handwritten digits
 	$(BIN)/dpkernels train --dataset digits --epsilon 3 --out runs/demo
 
 test: cpp-test ## Run the C++ tests and the Python tests
-	$(BIN)/python -m pytest
+	DPKERNELS_SIMT=$(CPP) $(BIN)/python -m pytest
 
 cpp-test: $(STAMPS)/test
-	cmake -S . -B $(CPP) -G Ninja $(CMAKE_OPTIONS)
+	cmake -S . -B $(CPP) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(CMAKE_OPTIONS)
 	cmake --build $(CPP)
 	ctest --test-dir $(CPP) --output-on-failure
 

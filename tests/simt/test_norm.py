@@ -9,7 +9,7 @@ from dpkernels.reference import norm as reference
 from tests.simt.machine import Machine
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# (batch, channels, spatial, groups): a part of a warp, a warp, a block for a channel; more and fewer channels than teams
+# (batch, channels, spatial, groups): part of a warp, a warp, a block for a channel; more and fewer channels than teams
 GROUP_SHAPES = [(0, 4, 3, 2), (1, 1, 1, 1), (3, 6, 0, 2), (2, 6, 31, 3), (2, 66, 5, 2), (2, 18, 33, 1), (2, 4, 1025, 2)]
 # (batch, positions, features)
 LAYER_SHAPES = [(0, 2, 3), (1, 1, 1), (3, 0, 5), (2, 3, 0), (2, 31, 33), (2, 130, 7), (1, 3, 1025)]
