@@ -41,7 +41,7 @@ struct Grid {
 };
 constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1, kMaxGridYZ = (1 << 16) - 1;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+DPK_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Whether there is anything to launch; raises where the grid is too large.
 inline bool check_grid(const char* kernel, const Grid& grid) {

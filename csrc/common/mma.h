@@ -10,6 +10,8 @@
 // of it, so each product of depth k errs by at most (k + 2) 2^-23 max(|d|, max |a_l b_l|). A norm carries that upward.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.h"
 
 #ifndef __CUDACC__
@@ -17,8 +19,6 @@
 #endif
 
 namespace dpk {
-
-struct tf32 {};  // float with 10 bits of fraction
 
 template <typename T>
 constexpr int kMmaDepth = 16;

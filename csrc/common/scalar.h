@@ -18,6 +18,8 @@ struct half {
   uint16_t bits;
 };
 
+struct tf32 {};  // no type of tensors: float as tensor cores read it, with 10 bits of fraction
+
 // The type in which values of T are computed with.
 template <typename T>
 struct Accumulate {

@@ -22,12 +22,12 @@ def faults_of(simt: Machine, operator: str, *args: torch.Tensor, fault: str) -> 
 
 
 STAGED = {
-    "no barrier": "kernel staged_kernel, block .*thread.*(no barrier between|before it was written).*planted_simt.cpp",
+    "no barrier": "kernel staged_kernel, block .*thread.*(no barrier between|before it was written).*planted.cu",
     "no trailing barrier": "(wrote|read) it before, and this one (reads|writes) it with no barrier between",
     "unwritten": "read before it was written",
     "beyond": r"element 64 of shared memory that holds elements \[0, 64\)",
-    "divergent": "divergent barrier: thread .* waits at a barrier of the block at planted_simt.cpp.* has returned",
-    "two barriers": "divergent barrier: thread .* waits at a barrier of the block at planted_simt.cpp",
+    "divergent": "divergent barrier: thread .* waits at a barrier of the block at planted.cu.* has returned",
+    "two barriers": "divergent barrier: thread .* waits at a barrier of the block at planted.cu",
     "exited": "divergent barrier: thread .* has returned",
     "partial": "all 32 lanes",
     "input": "kernel staged_kernel, block .*access to address 0x.* outside of every buffer",
