@@ -14,6 +14,7 @@ namespace dpk {
 namespace {
 
 constexpr int kThreads = 256;  // eight warps: enough to hide latency, with registers to spare
+constexpr int kBlocks = 6;     // on a multiprocessor: 40 registers a thread; left to itself ptxas spills to fit eight
 constexpr int kRun = 16;       // terms summed in float
 constexpr int kColumns = 32;   // features of a block of the column sums: a warp reads one line
 constexpr int kRows = kThreads / kColumns;
@@ -52,7 +53,7 @@ __device__ __forceinline__ float weight_of(const T* weight, int64_t i) {
 
 // Blocks: [batch * groups].
 template <int kTeam, typename T>
-__global__ void __launch_bounds__(kThreads) group_norm_backward_kernel(GroupNormParams<T> q) {
+__global__ void __launch_bounds__(kThreads, kBlocks) group_norm_backward_kernel(GroupNormParams<T> q) {
   DPK_SHARED(double, scratch, 2 * kThreads / 32);
   constexpr int kTeams = kThreads / kTeam;
   const int64_t task = blockIdx.x, width = q.channels / q.groups;  // channels of a group

@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 64;
 constexpr int kRows = kThreads / 2, kTile = (kRows + 8) * 16;  // of a; numbers in a tile of both
 
-__global__ void staged_kernel(StagedParams q, Planted planted) {
+__global__ void __launch_bounds__(64) staged_kernel(StagedParams q, Planted planted) {
   const float* x = q.x;
   DPK_SHARED(float, tile, kThreads);
   const unsigned t = threadIdx.x;
@@ -36,8 +36,9 @@ __global__ void staged_kernel(StagedParams q, Planted planted) {
   if (planted == Planted::kDivergent && t < 32) __syncthreads();
 }
 
-// A warp for each 16 rows of a. Tiles of 16 numbers' depth are copied asynchronously, double buffered.
-__global__ void tiles_kernel(TilesParams q, Planted planted) {
+// Dynamic shared memory: 2560 bytes. A warp for each 16 rows of a. Tiles of 16 numbers' depth are copied
+// asynchronously, double buffered.
+__global__ void __launch_bounds__(64) tiles_kernel(TilesParams q, Planted planted) {
   DPK_DYNAMIC_SHARED(bfloat16, memory);
   const int t = threadIdx.x, warp = t / 32;
   const auto load = [&](int step) {
@@ -67,7 +68,7 @@ __global__ void tiles_kernel(TilesParams q, Planted planted) {
 }
 
 template <typename T>
-__global__ void product_kernel(ProductParams q) {
+__global__ void __launch_bounds__(64) product_kernel(ProductParams q) {
   float d[4] = {};
   uint32_t left[4], right[2];
   const auto registers = [](const float* from, int64_t stride) {
@@ -83,7 +84,7 @@ __global__ void product_kernel(ProductParams q) {
   for (int i = 0; i < 4; ++i) q.product[mma_row(i) * 8 + mma_column(i)] = d[i];
 }
 
-__global__ void intrinsics_kernel(IntrinsicsParams q) {
+__global__ void __launch_bounds__(64) intrinsics_kernel(IntrinsicsParams q) {
   const int* x = q.x;
   DPK_SHARED(int, total, 2);
   const int t = threadIdx.x;
