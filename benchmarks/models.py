@@ -1,13 +1,12 @@
 """The shapes that the layers of the baseline models see, and those of their parameters."""
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from dpkernels.bench.models import BASELINES
+from dpkernels.bench.models import BASELINES, Workload
 
 
 @dataclass(frozen=True)
@@ -21,23 +20,30 @@ class Seen:
 
 
 def layers(*kinds: type[nn.Module]) -> Iterator[Seen]:
-    """The layers of these kinds in the baseline models, each configuration and shape once. Nothing is computed."""
+    """The layers of these kinds in the baseline models, each configuration and shape once."""
     for name, workload in BASELINES.items():
-        seen: list[Seen] = []
-        record = functools.partial(_record, name, seen)
-        with torch.device("meta"):
-            model = workload.build()
-            for module in model.modules():
-                if isinstance(module, kinds):
-                    module.register_forward_hook(record)
-            model(torch.empty(workload.batch, *workload.shape))
-        yield from seen
+        unlike: dict[tuple[str, tuple[int, ...]], Seen] = {}
+        for seen in layers_of(workload, workload.batch, kinds):
+            unlike.setdefault((repr(seen.module), seen.input_shape), seen)
+        for k, seen in enumerate(unlike.values(), start=1):
+            yield replace(seen, label=f"{name} {k}")
 
 
-def _record(name: str, seen: list[Seen], module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    this = Seen(f"{name} {len(seen) + 1}", module, tuple(inputs[0].shape), tuple(output.shape))
-    if all((repr(s.module), s.input_shape) != (repr(module), this.input_shape) for s in seen):
-        seen.append(this)
+def layers_of(workload: Workload, batch: int, kinds: tuple[type[nn.Module], ...]) -> list[Seen]:
+    """The layers of these kinds in a model, in the order of their calls. Nothing is computed."""
+    seen: list[Seen] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(Seen(names[module], module, tuple(inputs[0].shape), tuple(output.shape)))
+
+    with torch.device("meta"):
+        model = workload.build()
+        names = {module: name for name, module in model.named_modules()}
+        for module in model.modules():
+            if isinstance(module, kinds):
+                module.register_forward_hook(record)
+        model(torch.empty(batch, *workload.shape))
+    return seen
 
 
 def parameter_shapes(name: str) -> list[torch.Size]:

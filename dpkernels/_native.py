@@ -1,4 +1,5 @@
-"""Loads the compiled libraries: the operators ``torch.ops.dpkernels.*`` and the pybind11 module ``_host``."""
+"""Loads the compiled libraries: the operators ``torch.ops.dpkernels.*`` on the CPU (``_C``) and, where torch has CUDA
+and they were built, on CUDA (``_C_cuda``), and the pybind11 module ``_host``."""
 
 import importlib.util
 from pathlib import Path
@@ -14,17 +15,23 @@ def _explain(error: Exception) -> ImportError:
     )
 
 
-def _load_operators() -> None:
-    spec = importlib.util.find_spec("dpkernels._C")
+def _load_operators(library: str, *, needed: bool) -> bool:
+    """Whether the library is there; a needed one that is not raises, and so does one that cannot be loaded."""
+    spec = importlib.util.find_spec(f"dpkernels.{library}")
     if spec is None or spec.origin is None:
-        raise _explain(FileNotFoundError(f"no _C library in {Path(__file__).parent}"))
+        if not needed:
+            return False
+        raise _explain(FileNotFoundError(f"no {library} library in {Path(__file__).parent}"))
     try:
         torch.ops.load_library(spec.origin)
     except OSError as error:
         raise _explain(error) from error
+    return True
 
 
-_load_operators()
+_load_operators("_C", needed=True)
+#: Whether the operators run on CUDA tensors.
+has_cuda = torch.version.cuda is not None and _load_operators("_C_cuda", needed=False)
 # Operators are not differentiable: autograd passes them by, without a node and without its cost.
 _autograd = torch.library.Library("dpkernels", "IMPL")
 for _name in torch._C._dispatch_get_all_op_names():
@@ -36,7 +43,7 @@ try:
 except ImportError as error:
     raise _explain(error) from error
 
-__all__ = ["active_isa", "host", "isas", "set_isa"]
+__all__ = ["active_isa", "has_cuda", "host", "isas", "set_isa"]
 
 
 def isas() -> list[str]:

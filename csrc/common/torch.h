@@ -4,6 +4,7 @@
 // Torch's own templates for lists leave parameters unused.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -18,6 +19,16 @@
 
 #include "common/exact_normal.h"
 #include "common/rng.h"
+#include "common/scalar.h"
+
+// Every binding is compiled for the library of each device: _C holds the schemas and the CPU's implementations,
+// _C_cuda, compiled with USE_CUDA, the same operators on CUDA.
+#if defined(USE_CUDA)
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#define DPK_DEVICE CUDA
+#else
+#define DPK_DEVICE CPU
+#endif
 
 namespace dpk {
 
@@ -39,10 +50,40 @@ inline Tensor empty_double(const Tensor& like, std::initializer_list<int64_t> si
                                   ScalarType::Double);
 }
 
+// While it lives, the device of `t` is the current one.
+#if defined(USE_CUDA)
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {}
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+inline bool on_device(const Tensor& t) {
+  return t.is_cuda() && t.get_device_index() == torch::stable::accelerator::getCurrentDeviceIndex();
+}
+
+// What kernels are launched on.
+inline CUstream_st* current_stream() {
+  void* stream;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(torch::stable::accelerator::getCurrentDeviceIndex(), &stream));
+  return static_cast<CUstream_st*>(stream);
+}
+#else
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor&) {}
+};
+
+inline bool on_device(const Tensor& t) { return t.is_cpu(); }
+#endif
+
 // The wrappers in dpkernels/ops raise the errors that users see; these checks keep a direct call of an operator from
 // reading out of bounds.
 inline void check_kind(const Tensor& t, const char* name, int64_t dim, ScalarType type) {
-  STD_TORCH_CHECK(t.is_cpu(), name, " must be a CPU tensor");
+  STD_TORCH_CHECK(on_device(t), name, " must be on the device of the other arguments");
   STD_TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dimensions, got ", t.dim());
   STD_TORCH_CHECK(t.scalar_type() == type, name, " has an unexpected dtype");
 }
@@ -54,12 +95,19 @@ inline void check_input(const Tensor& t, const char* name, int64_t dim, ScalarTy
 
 inline void check_size(bool equal, const char* what) { STD_TORCH_CHECK(equal, "sizes do not match: ", what); }
 
-// Calls f(T{}) for T = float or double; the wrappers widen half precision.
+// Calls f(T{}) for the types that the kernels know on this device; on the CPU the wrappers widen half precision.
 template <typename F>
-auto for_dtype(const Tensor& t, F f) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::Double,
-                  "dtype must be float32 or float64");
-  return t.scalar_type() == ScalarType::Float ? f(float{}) : f(double{});
+void for_dtype(const Tensor& t, F f) {
+  const ScalarType type = t.scalar_type();
+  if (type == ScalarType::Float) return f(float{});
+#if defined(USE_CUDA)
+  if (type == ScalarType::BFloat16) return f(bfloat16{});
+  if (type == ScalarType::Half) return f(half{});
+  STD_TORCH_CHECK(false, "dtype must be float32, bfloat16 or float16 on CUDA");
+#else
+  if (type == ScalarType::Double) return f(double{});
+  STD_TORCH_CHECK(false, "dtype must be float32 or float64");
+#endif
 }
 
 // f(begin, end) over [0, n) on torch's threads, in pieces of about `work` operations each unit of n costs.

@@ -13,12 +13,13 @@ from dpkernels.training.report import versions as own_versions
 
 
 def machine() -> dict[str, object]:
-    """The processor, the number of threads, the instruction set of the kernels and torch."""
+    """The processor, the number of threads, the instruction set of the kernels, torch, and the GPU if there is one."""
     return {
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "instruction_set": _native.active_isa(),
         "torch": torch.__version__,
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
 
 

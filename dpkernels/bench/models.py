@@ -19,12 +19,13 @@ class Workload:
     shape: tuple[int, ...]
     batch: int
 
-    def make(self, batch: int | None = None) -> tuple[nn.Module, Tensor, Tensor]:
+    def make(self, batch: int | None = None, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
         """The model and a batch [batch, *shape] of random examples with labels [batch]; the same at every call."""
         rows = self.batch if batch is None else batch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.build(), torch.randn(rows, *self.shape), torch.randint(0, 10, (rows,))
+            made = self.build(), torch.randn(rows, *self.shape), torch.randint(0, 10, (rows,))
+        return made[0].to(device), made[1].to(device), made[2].to(device)
 
 
 BASELINES: dict[str, Workload] = {

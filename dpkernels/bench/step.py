@@ -7,7 +7,7 @@ ratios of neighbours, because machines are noisy. Memory is measured in separate
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpkernels.bench import worker
 from dpkernels.bench.engines import ENGINES
@@ -44,7 +44,13 @@ class StepResult:
 
 
 def measure(
-    models: Sequence[str], engines: Sequence[str], *, batch: int | None = None, seconds: float = 10.0, threads: int = 1
+    models: Sequence[str],
+    engines: Sequence[str],
+    *,
+    batch: int | None = None,
+    seconds: float = 10.0,
+    threads: int = 1,
+    device: str = "cpu",
 ) -> Iterator[StepResult]:
     """Results as soon as they are there, model by model, dpkernels first. A failure is a result and stops nothing.
 
@@ -54,6 +60,7 @@ def measure(
         batch: examples of a step; None: each model's own.
         seconds: of timing for each engine and model; a few steps are always timed.
         threads: of torch and the kernels.
+        device: of models and examples.
 
     Raises:
         ValueError: a name is not known, or a number is out of range.
@@ -65,19 +72,18 @@ def measure(
     for argument, number, least in (("batch", batch, 1), ("seconds", seconds, 0), ("threads", threads, 1)):
         if number is not None and not number >= least:
             raise ValueError(f"{argument} must be at least {least}, got {number}")
-    return _measure(models, sorted(dict.fromkeys(engines), key=lambda name: name != OURS), batch, seconds, threads)
+    ordered = sorted(dict.fromkeys(engines), key=lambda name: name != OURS)
+    return _measure(ordered, [Task("memory", "ordinary", model, batch, seconds, threads, device) for model in models])
 
 
-def _measure(
-    models: Sequence[str], engines: Sequence[str], batch: int | None, seconds: float, threads: int
-) -> Iterator[StepResult]:
-    for model in models:
-        rows, ours = batch or MODELS[model].batch, None
-        ordinary_mib = _ordinary_memory(Task("memory", "ordinary", model, batch, seconds, threads))
+def _measure(engines: Sequence[str], tasks: Sequence[Task]) -> Iterator[StepResult]:
+    for task in tasks:
+        model, rows, ours = task.model, task.batch or MODELS[task.model].batch, None
+        ordinary_mib = _ordinary_memory(task)
         for engine in engines:
             try:
-                figures = worker.run(Task("time", engine, model, batch, seconds, threads))
-                figures |= worker.run(Task("memory", engine, model, batch, seconds, threads))
+                figures = worker.run(replace(task, kind="time", engine=engine))
+                figures |= worker.run(replace(task, engine=engine))
             except WorkerError as error:
                 yield StepResult(model, engine, rows, failure=str(error))
                 continue

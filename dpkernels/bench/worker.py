@@ -31,10 +31,17 @@ class Task:
     batch: int | None  #: None: the model's own
     seconds: float  #: of timing
     threads: int
+    device: str = "cpu"
 
     def step(self, engine: str) -> Step:
         """A step of an engine on a fresh model; every engine gets the same weights and examples."""
-        return ENGINES[engine](*MODELS[self.model].make(self.batch))
+        return ENGINES[engine](*MODELS[self.model].make(self.batch, self.device))
+
+    def now(self) -> float:
+        """Seconds, once the device has done all that was asked of it."""
+        if self.device != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
 
 
 class WorkerError(RuntimeError):
@@ -70,13 +77,13 @@ def time_pair(task: Task) -> dict[str, float]:
         ordinary()
         private()
     times: list[tuple[float, float]] = []
-    start = time.perf_counter()
+    start = task.now()
     while len(times) < LEAST_PAIRS or time.perf_counter() - start < task.seconds:
-        t0 = time.perf_counter()
+        t0 = task.now()
         ordinary()
-        t1 = time.perf_counter()
+        t1 = task.now()
         private()
-        times.append((t1 - t0, time.perf_counter() - t1))
+        times.append((t1 - t0, task.now() - t1))
     return summary(times)
 
 
@@ -94,7 +101,10 @@ def summary(times: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def peak_memory(task: Task) -> dict[str, float]:
-    """MiB of resident memory that a few steps take above model and data; no figure where the system tells none."""
+    """MiB that a few steps take above model and data, of the device's memory or resident; no figure where the system
+    tells none."""
+    if task.device != "cpu":
+        return _device_memory(task)
     status = Path("/proc/self/status")
     if not status.exists():
         return {}
@@ -105,6 +115,15 @@ def peak_memory(task: Task) -> dict[str, float]:
     for _ in range(MEMORY_STEPS):
         step()
     return {"extra_mib": _mib(status, "VmHWM") - before}
+
+
+def _device_memory(task: Task) -> dict[str, float]:
+    step = task.step(task.engine)
+    before = torch.cuda.memory_allocated(task.device)
+    torch.cuda.reset_peak_memory_stats(task.device)
+    for _ in range(MEMORY_STEPS):
+        step()
+    return {"extra_mib": (torch.cuda.max_memory_allocated(task.device) - before) / 2**20}
 
 
 def _mib(status: Path, field: str) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from dpkernels.bench import MODELS, LayerChoice, StepResult, choices, explain, measure, report
 from dpkernels.bench.engines import installed
+from dpkernels.cli.parsing import require_device
 from dpkernels.training.files import write_json
 
 STEP_SECONDS, LAYER_SECONDS = 10.0, 0.3
@@ -34,6 +35,7 @@ def add_to(commands: Any) -> None:
         "--seconds", type=float, metavar="S", help=f"of timing for each ({STEP_SECONDS:g}; layers {LAYER_SECONDS:g})"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="T", help="default %(default)s")
+    parser.add_argument("--device", default="cpu", metavar="D", help="of whole steps (default %(default)s)")
     parser.add_argument(
         "--explain", metavar="MODEL", help="instead: each layer's choice of the cost model beside its alternatives"
     )
@@ -55,7 +57,14 @@ def _steps(args: argparse.Namespace) -> int:
     """1 where an engine failed. What was measured before Ctrl-C is kept."""
     seconds = STEP_SECONDS if args.seconds is None else args.seconds
     engines = installed() if args.engines is None else args.engines
-    measured = measure(args.models, engines, batch=args.batch, seconds=seconds, threads=args.threads)
+    measured = measure(
+        args.models,
+        engines,
+        batch=args.batch,
+        seconds=seconds,
+        threads=args.threads,
+        device=require_device(args.device),
+    )
     _prepare(args)
     if not args.json:
         _print_conditions(args.threads)

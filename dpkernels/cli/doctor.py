@@ -46,8 +46,15 @@ def _facts() -> dict[str, str]:
         **versions(),
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "built by": build["compiler"],
-        "built for": f"torch {build['torch']} (loads on {build['stable_abi_target']} and later), CUDA {build['cuda']}",
+        "built for": f"torch {build['torch']} (loads on {build['stable_abi_target']} and later)",
         "CPU paths": f"{', '.join(_native.isas())}; active: {_native.active_isa()}",
         "threads": f"{torch.get_num_threads()}",
-        "CUDA": f"{torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no device",
+        "CUDA": _cuda(build["cuda"]),
     }
+
+
+def _cuda(built: str) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device is present"
+    if _native.has_cuda:
+        return f"kernels built with CUDA {built}; {device}"
+    return f"{'kernels not loaded: this torch has no CUDA' if built != 'none' else 'no kernels were built'}; {device}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+import torch
+
+from dpkernels import _native
 from dpkernels.accounting.accountants import ACCOUNTANTS
 
 
@@ -37,3 +40,16 @@ def add_accountant(parser: argparse.ArgumentParser) -> None:
         help="auto takes the smallest bound of pld, prv and rdp, checked against each other (default)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def require_device(name: str) -> str:
+    """``name``, if it is a device that is present and that this build has kernels for; ValueError otherwise."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be a device of torch, got {name!r}") from None
+    if device.type != "cpu" and not (device.type == "cuda" and _native.has_cuda):
+        raise ValueError(f"device must be cpu, since this build has no kernels for other devices, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu, since no CUDA device is present, got {name!r}")
+    return name

@@ -7,10 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dpkernels import _native
-from dpkernels.cli.parsing import add_privacy_target
+from dpkernels.cli.parsing import add_privacy_target, require_device
 from dpkernels.data import ImageDataset, dataset_names, load_dataset
 from dpkernels.models import names as model_names
 from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, default_progress, resolve, train
@@ -53,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, print the result, and return the exit code."""
     given = {name: value for name in field_names() if (value := getattr(args, name)) is not None}
     check_values(given)
-    execution = Execution(_device(args.device), args.physical_batch_size, args.workers)
+    execution = Execution(require_device(args.device), args.physical_batch_size, args.workers)
     result = _resume(args, given, execution) if args.resume else _start(args, given, execution)
     _print_result(result)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
@@ -93,16 +90,6 @@ def _resume(args: argparse.Namespace, given: dict[str, Any], execution: Executio
 
 def _fresh_folder(dataset: str) -> Path:
     return Path("runs") / f"{Path(dataset).name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _device(name: str) -> str:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be a device of torch, got {name!r}") from None
-    if device.type != "cpu" and _native.host.build_info()["cuda"] == "none":
-        raise ValueError(f"device must be cpu, since this build has no kernels for other devices, got {name!r}")
-    return name
 
 
 def _announce(args: argparse.Namespace, config: TrainConfig, dataset: ImageDataset, folder: RunFolder) -> None:
