@@ -63,13 +63,13 @@ Tensor weighted_row_sum(const Tensor& per_example, const Tensor& weights) {
   return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def("clip_factors(Tensor[] squared_norms, float max_grad_norm, float loss_scale) -> (Tensor, Tensor)");
   m.def("row_squared_norms(Tensor per_example) -> Tensor");
   m.def("weighted_row_sum(Tensor per_example, Tensor weights) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("clip_factors", TORCH_BOX(&clip_factors));
   m.impl("row_squared_norms", TORCH_BOX(&row_squared_norms));
   m.impl("weighted_row_sum", TORCH_BOX(&weighted_row_sum));

@@ -21,14 +21,17 @@
 #include "common/rng.h"
 #include "common/scalar.h"
 
-// Every binding is compiled for the library of each device: _C holds the schemas and the CPU's implementations,
-// _C_cuda, compiled with USE_CUDA, the same operators on CUDA.
+// A binding is compiled for the library of each device: _C holds the schemas and the CPU's implementations, _C_cuda,
+// compiled with USE_CUDA, the same operators on CUDA.
 #if defined(USE_CUDA)
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #define DPK_DEVICE CUDA
+#define DPK_SCHEMAS(m) [[maybe_unused]] static void schemas(torch::stable::detail::StableLibrary& m)
 #else
 #define DPK_DEVICE CPU
+#define DPK_SCHEMAS(m) STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m)
 #endif
+#define DPK_IMPLEMENTATIONS(m) STABLE_TORCH_LIBRARY_IMPL(dpkernels, DPK_DEVICE, m)
 
 namespace dpk {
 
@@ -110,12 +113,29 @@ void for_dtype(const Tensor& t, F f) {
 #endif
 }
 
+// What values of T are computed with: acc_t<T> of common/scalar.h.
+inline ScalarType acc_type(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
 // f(begin, end) over [0, n) on torch's threads, in pieces of about `work` operations each unit of n costs.
 template <typename F>
 void parallel(int64_t n, int64_t work, F f) {
   if (n == 0) return;
   constexpr int64_t kWorthAThread = 1 << 15;
   torch::stable::parallel_for(0, n, std::max<int64_t>(1, kWorthAThread / std::max<int64_t>(1, work)), f);
+}
+
+// Runs an operator on the device of this library: cpu(begin, end) over [0, n) as `parallel`, or cuda(stream). Both are
+// generic lambdas, so that the one for the other device is not compiled.
+template <typename Cpu, typename Cuda>
+void run([[maybe_unused]] int64_t n, [[maybe_unused]] int64_t work, [[maybe_unused]] Cpu cpu,
+         [[maybe_unused]] Cuda cuda) {
+#if defined(USE_CUDA)
+  cuda(current_stream());
+#else
+  parallel(n, work, cpu);
+#endif
 }
 
 // A random stream from an operator's arguments; key: uint8 [32], its words in little-endian order (RFC 8439, 2.3).

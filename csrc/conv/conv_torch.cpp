@@ -186,7 +186,7 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& outpu
   return {weight_sum, bias_sum};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def(
       "conv_squared_norms(Tensor input, Tensor output_grads, int[] kernel_size, int[] stride, int[] padding, "
       "int[] dilation, int groups, bool transposed, bool weight, bool bias, bool store, int strategy) -> "
@@ -196,7 +196,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
       "int[] padding, int[] dilation, int groups, bool transposed, bool weight, bool bias) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("conv_squared_norms", TORCH_BOX(&squared_norms));
   m.impl("conv_clipped_sums", TORCH_BOX(&clipped_sums));
 }

@@ -83,7 +83,7 @@ Tensor embedding_bag_clipped_sums(const Tensor& indices, const Tensor& output_gr
   return clipped_sums(indices, output_grads, &scales, weights, num_embeddings, -1);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def("embedding_squared_norms(Tensor indices, Tensor output_grads, int padding_idx) -> Tensor");
   m.def(
       "embedding_clipped_sums(Tensor indices, Tensor output_grads, Tensor weights, int num_embeddings, "
@@ -94,7 +94,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
       "int num_embeddings) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("embedding_squared_norms", TORCH_BOX(&embedding_squared_norms));
   m.impl("embedding_clipped_sums", TORCH_BOX(&embedding_clipped_sums));
   m.impl("embedding_bag_squared_norms", TORCH_BOX(&embedding_bag_squared_norms));

@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& activations, const Tensor&
   return {weight_sum, bias_sum};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def("linear_squared_norms(Tensor activations, Tensor output_grads, bool weight, bool bias) -> Tensor");
   m.def("linear_forward(Tensor activations, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
   m.def(
@@ -98,7 +98,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
       "(Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("linear_squared_norms", TORCH_BOX(&squared_norms));
   m.impl("linear_forward", TORCH_BOX(&forward));
   m.impl("linear_clipped_sums", TORCH_BOX(&clipped_sums));

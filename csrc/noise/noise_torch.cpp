@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor> box_muller(const Tensor& words) {
   return {exact, fast};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def("random_bits(Tensor key, int domain, int step, int offset, int count) -> Tensor");
   m.def("gaussian(Tensor key, int domain, int step, int offset, int count) -> Tensor");
   m.def(
@@ -53,7 +53,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
   m.def("box_muller(Tensor words) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("random_bits", TORCH_BOX(&random_bits));
   m.impl("gaussian", TORCH_BOX(&gaussian));
   m.impl("grid_gaussian", TORCH_BOX(&grid_gaussian));

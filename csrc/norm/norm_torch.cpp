@@ -28,9 +28,10 @@ Grads allocate(const Tensor& x, bool input_grads, int64_t size) {
 
 Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Tensor& mean, const Tensor& rstd,
                           const std::optional<Tensor>& weight, bool fixed, bool input_grads) {
+  const OnDevice device(x);
   check_values(x, output_grads);
-  check_input(mean, "mean", 2, x.scalar_type());
-  check_input(rstd, "rstd", 2, x.scalar_type());
+  check_input(mean, "mean", 2, acc_type(x));
+  check_input(rstd, "rstd", 2, acc_type(x));
   const int64_t batch = x.size(0), channels = x.size(1), groups = mean.size(1);
   check_size(mean.size(0) == batch && rstd.size(0) == batch && rstd.size(1) == groups, "mean, rstd, x");
   check_size(groups > 0 && channels % groups == 0, "channels must be a multiple of the groups");
@@ -40,8 +41,8 @@ Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Ten
     using T = decltype(zero);
     const GroupNormParams<T> params{data<T>(x),
                                     data<T>(output_grads),
-                                    data<T>(mean),
-                                    data<T>(rstd),
+                                    data<acc_t<T>>(mean),
+                                    data<acc_t<T>>(rstd),
                                     weight ? data<T>(*weight) : nullptr,
                                     input_grads ? mutable_data<T>(std::get<0>(grads)) : nullptr,
                                     mutable_data<double>(std::get<1>(grads)),
@@ -50,21 +51,24 @@ Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Ten
                                     groups,
                                     x.size(2),
                                     fixed};
-    parallel(batch * groups, channels / groups * x.size(2),
-             [&](int64_t begin, int64_t end) { group_norm_backward_cpu(params, begin, end); });
+    run(
+        batch * groups, channels / groups * x.size(2),
+        [&](auto begin, auto end) { group_norm_backward_cpu(params, begin, end); },
+        [&](auto stream) { group_norm_backward_cuda(params, batch, stream); });
   });
   return grads;
 }
 
 Grads layer_norm_backward(const Tensor& x, const Tensor& output_grads, const std::optional<Tensor>& mean,
                           const Tensor& rstd, const std::optional<Tensor>& weight, bool input_grads) {
+  const OnDevice device(x);
   check_values(x, output_grads);
   const int64_t batch = x.size(0), positions = x.size(1), features = x.size(2);
   if (mean) {
-    check_input(*mean, "mean", 2, x.scalar_type());
+    check_input(*mean, "mean", 2, acc_type(x));
     check_size(mean->size(0) == batch && mean->size(1) == positions, "mean, x");
   }
-  check_input(rstd, "rstd", 2, x.scalar_type());
+  check_input(rstd, "rstd", 2, acc_type(x));
   check_size(rstd.size(0) == batch && rstd.size(1) == positions, "rstd, x");
   check_weight(weight, x, features);
   Grads grads = allocate(x, input_grads, features);
@@ -72,21 +76,22 @@ Grads layer_norm_backward(const Tensor& x, const Tensor& output_grads, const std
     using T = decltype(zero);
     const LayerNormParams<T> params{data<T>(x),
                                     data<T>(output_grads),
-                                    mean ? data<T>(*mean) : nullptr,
-                                    data<T>(rstd),
+                                    mean ? data<acc_t<T>>(*mean) : nullptr,
+                                    data<acc_t<T>>(rstd),
                                     weight ? data<T>(*weight) : nullptr,
                                     input_grads ? mutable_data<T>(std::get<0>(grads)) : nullptr,
                                     mutable_data<double>(std::get<1>(grads)),
                                     mutable_data<double>(std::get<2>(grads)),
                                     positions,
                                     features};
-    parallel(batch, positions * features,
-             [&](int64_t begin, int64_t end) { layer_norm_backward_cpu(params, begin, end); });
+    run(
+        batch, positions * features, [&](auto begin, auto end) { layer_norm_backward_cpu(params, begin, end); },
+        [&](auto stream) { layer_norm_backward_cuda(params, batch, stream); });
   });
   return grads;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def(
       "group_norm_backward(Tensor x, Tensor output_grads, Tensor mean, Tensor rstd, Tensor? weight, bool fixed, "
       "bool input_grads) -> (Tensor, Tensor, Tensor)");
@@ -95,7 +100,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
       "-> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("group_norm_backward", TORCH_BOX(&group_norm_backward));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
 }

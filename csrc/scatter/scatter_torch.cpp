@@ -76,13 +76,13 @@ Tensor scatter(const Tensor& images, const Tensors& wavelets, const Tensors& row
   return features;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def(
       "scatter(Tensor images, Tensor[] wavelets, Tensor[] rows, Tensor[] columns, Tensor row_source, "
       "Tensor column_source, int angles) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) { m.impl("scatter", TORCH_BOX(&scatter)); }
+DPK_IMPLEMENTATIONS(m) { m.impl("scatter", TORCH_BOX(&scatter)); }
 
 }  // namespace
 }  // namespace dpk

@@ -107,7 +107,7 @@ void adam_update(const Tensors& parameters, const Tensors& sums, const Tensors& 
   run(tensors, UpdateRule::kAdam, denominator, key, domain, step, noise_std, grid);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
+DPK_SCHEMAS(m) {
   m.def(
       "noised_mean(Tensor(a!)[] outs, Tensor[] sums, float denominator, Tensor key, int domain, int step, "
       "float noise_std, float grid) -> ()");
@@ -122,7 +122,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dpkernels, m) {
       "float noise_std, float grid) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dpkernels, CPU, m) {
+DPK_IMPLEMENTATIONS(m) {
   m.impl("noised_mean", TORCH_BOX(&noised_mean));
   m.impl("sgd_update", TORCH_BOX(&sgd_update));
   m.impl("adam_update", TORCH_BOX(&adam_update));
