@@ -11,11 +11,26 @@
 import copy
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+
+
+def toolkit() -> str | None:
+    """Where nvcc's toolkit lies, as it says itself: the nvcc on PATH may stand for one elsewhere."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    plan = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+    top = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    return os.path.realpath(top[1]) if top else None
+
+
+if not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() and (home := toolkit()):
+    os.environ["CUDA_HOME"] = home  # read by torch when it is imported
 
 try:
     import pybind11

@@ -33,6 +33,8 @@
 #endif
 #define DPK_IMPLEMENTATIONS(m) STABLE_TORCH_LIBRARY_IMPL(dpkernels, DPK_DEVICE, m)
 
+struct CUstream_st;  // a CUDA stream is a pointer to it
+
 namespace dpk {
 
 using torch::headeronly::ScalarType;
