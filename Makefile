@@ -5,15 +5,16 @@
 PYTHON ?= python3
 # Looked up before .venv/bin is on PATH.
 BASE_PYTHON := $(shell command -v $(PYTHON))
-BIN := .venv/bin
-STAMPS := .venv/stamps
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
 CPP := build/cpp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # ninja, cmake and the compiled tools of .venv first; behind them, those of an environment that .venv shares.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test cpp-test lint build bench clean
+.PHONY: help demo test cpp-test lint build bench cuda clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -42,20 +43,29 @@ build: $(STAMPS)/build ## Make .venv and build dpkernels in it; the other target
 bench: $(STAMPS)/build ## Time every operator against its reference
 	$(BIN)/python -m benchmarks.kernels --json build/kernels.json
 
+cuda: ## Build dpkernels for CUDA in .venv-cuda, with a GPU or without, and check it
+	@$(MAKE) --no-print-directory VENV=.venv-cuda ENVIRONMENT=--cuda .venv-cuda/stamps/cuda
+	.venv-cuda/bin/dpkernels doctor
+
 clean: ## Remove everything that make made, except runs/
-	rm -rf .venv build dist *.egg-info dpkernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda build dist *.egg-info dpkernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than all that its step depends on.
 
 $(STAMPS)/environment: tools/environment.py
 	@test -n "$(BASE_PYTHON)" || { echo "dpkernels: no Python: '$(PYTHON)' is not on PATH" >&2; exit 1; }
-	@$(BASE_PYTHON) tools/environment.py .venv
+	@$(BASE_PYTHON) tools/environment.py $(VENV) $(ENVIRONMENT)
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/build: $(STAMPS)/environment pyproject.toml setup.py $(shell find csrc -type f)
 	@echo "dpkernels: installing what dpkernels needs and compiling its kernels (minutes the first time)"
 	@$(PIP) --no-build-isolation --editable . || { echo "dpkernels: the build failed; the reason is above" >&2; exit 1; }
+	@touch $@
+
+$(STAMPS)/cuda: $(STAMPS)/environment pyproject.toml setup.py $(shell find csrc dpkernels -name '*.so' -prune -o -type f -print)
+	@echo "dpkernels: installing what dpkernels needs and compiling its kernels for the CPU and for CUDA (minutes)"
+	@DPKERNELS_CUDA=1 $(PIP) --no-build-isolation . || { echo "dpkernels: the build failed; the reason is above" >&2; exit 1; }
 	@touch $@
 
 # The extras of the dpkernels that is installed already.

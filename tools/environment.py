@@ -1,6 +1,7 @@
 """Makes the virtual environment in which `make` builds and runs dpkernels: Python, torch and the build tools.
 
     python3 tools/environment.py .venv
+    python3 tools/environment.py .venv-cuda --cuda
 
 Only the standard library is used, in words that an older Python parses too, so that it can say that it is too old.
 Nothing outside the named folder is changed, except pip's cache. A second run keeps what fits.
@@ -13,6 +14,8 @@ Which torch:
 3. On Linux without a GPU, pip's default build is CUDA's, several GB. The CPU build of the same release carries the
    local version "+cpu". pip finds it where it is told of one (find-links, an extra index); else uv is asked, which
    knows by itself where PyTorch keeps its CPU builds (--torch-backend); only then the default build is taken.
+
+With --cuda a torch with CUDA is meant, also where there is no GPU: kernels can be built for it there.
 """
 
 import ast
@@ -88,13 +91,14 @@ def check_compiler():
             fail(f"{missing}:\n{probe.stdout.decode(errors='replace')}")
 
 
-def torch_of(python):
-    """(version, folder of packages) of the torch that `python` imports, where it is new enough; else None."""
-    found = output(python, "-c", "import torch; print(torch.__version__); print(torch.__file__)")
+def torch_of(python, cuda):
+    """(version, folder of packages) of the torch that `python` imports, where it is new enough and has CUDA if that is
+    wanted; else None."""
+    found = output(python, "-c", "import torch; print(torch.version.cuda, torch.__version__, torch.__file__, sep='\\n')")
     if found is None:
         return None
-    version, file = found.splitlines()[-2:]
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < TORCH_MINIMUM:
+    has_cuda, version, file = found.splitlines()[-3:]
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < TORCH_MINIMUM or (cuda and has_cuda == "None"):
         return None
     return version, os.path.dirname(os.path.dirname(file))
 
@@ -111,9 +115,9 @@ def make_venv(folder):
     return python
 
 
-def share_torch(python):
+def share_torch(python, cuda):
     """Show the virtual environment the packages of this Python, behind its own, where they hold a fitting torch."""
-    found = torch_of(sys.executable)
+    found = torch_of(sys.executable, cuda)
     if found is None:
         return False
     version, packages = found
@@ -124,9 +128,9 @@ def share_torch(python):
     return True
 
 
-def install_torch(python):
+def install_torch(python, cuda):
     pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
-    if sys.platform.startswith("linux") and not output("nvidia-smi", "-L"):
+    if not cuda and sys.platform.startswith("linux") and not output("nvidia-smi", "-L"):
         say(f"no GPU: looking for the CPU build of torch {TORCH_TESTED}")
         if succeeds(*pip, f"torch=={TORCH_TESTED}+cpu", stderr=subprocess.DEVNULL):
             return True
@@ -150,20 +154,20 @@ def install_build_tools(python):
 
 
 def main():
-    if len(sys.argv) != 2:
-        fail("usage: python3 tools/environment.py FOLDER")
+    if len(sys.argv) < 2 or sys.argv[2:] not in ([], ["--cuda"]):
+        fail("usage: python3 tools/environment.py FOLDER [--cuda]")
     check_python()
     check_compiler()
-    folder = os.path.abspath(sys.argv[1])
+    folder, cuda = os.path.abspath(sys.argv[1]), "--cuda" in sys.argv
     python = make_venv(folder)
-    if torch_of(python) is None and not share_torch(python) and not install_torch(python):
+    if torch_of(python, cuda) is None and not share_torch(python, cuda) and not install_torch(python, cuda):
         fail(
             "torch could not be installed; the reason is above. Without a network, activate an environment that has "
             f"{TORCH} and dpkernels' other requirements, and run make again."
         )
-    if torch_of(python) is None:
+    if torch_of(python, cuda) is None:
         succeeds(python, "-c", "import torch")
-        fail(f"no {TORCH} can be imported in {os.path.relpath(folder)}; the reason is above.")
+        fail(f"no {TORCH}{' with CUDA' if cuda else ''} can be imported in {os.path.relpath(folder)}; the reason is above.")
     if not install_build_tools(python):
         fail("the build tools could not be installed; pip's reason is above. Is there a network?")
 
