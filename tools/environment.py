@@ -94,7 +94,9 @@ def check_compiler():
 def torch_of(python, cuda):
     """(version, folder of packages) of the torch that `python` imports, where it is new enough and has CUDA if that is
     wanted; else None."""
-    found = output(python, "-c", "import torch; print(torch.version.cuda, torch.__version__, torch.__file__, sep='\\n')")
+    found = output(
+        python, "-c", "import torch; print(torch.version.cuda, torch.__version__, torch.__file__, sep='\\n')"
+    )
     if found is None:
         return None
     has_cuda, version, file = found.splitlines()[-3:]
@@ -167,7 +169,9 @@ def main():
         )
     if torch_of(python, cuda) is None:
         succeeds(python, "-c", "import torch")
-        fail(f"no {TORCH}{' with CUDA' if cuda else ''} can be imported in {os.path.relpath(folder)}; the reason is above.")
+        fail(
+            f"no {TORCH}{' with CUDA' if cuda else ''} can be imported in {os.path.relpath(folder)}; the reason is above."
+        )
     if not install_build_tools(python):
         fail("the build tools could not be installed; pip's reason is above. Is there a network?")
 

@@ -10,6 +10,7 @@ namespace {
 std::tuple<Tensor, Tensor> clip_factors(const std::vector<Tensor>& squared_norms, double max_grad_norm,
                                         double loss_scale) {
   STD_TORCH_CHECK(!squared_norms.empty(), "squared_norms must not be empty");
+  const OnDevice device(squared_norms[0]);
   const int64_t batch = squared_norms[0].size(0);
   std::vector<const double*> parts;
   for (const Tensor& part : squared_norms) {
@@ -24,30 +25,45 @@ std::tuple<Tensor, Tensor> clip_factors(const std::vector<Tensor>& squared_norms
                                 static_cast<int64_t>(parts.size()),
                                 max_grad_norm,
                                 loss_scale};
-  parallel(batch, params.parts + 8, [&](int64_t begin, int64_t end) { clip_factors_cpu(params, begin, end); });
+  run(
+      batch, params.parts + 8, [&](auto begin, auto end) { clip_factors_cpu(params, begin, end); },
+      [&](auto stream) { clip_factors_cuda(params, batch, stream); });
   return {weights, norms};
 }
 
 Tensor row_squared_norms(const Tensor& per_example) {
+  const OnDevice device(per_example);
   check_input(per_example, "per_example", 2, per_example.scalar_type());
   const int64_t batch = per_example.size(0), size = per_example.size(1);
   Tensor result = empty_double(per_example, {batch});
-  for_dtype(per_example, [&](auto zero) {
+  for_dtype<Wide::kEverywhere>(per_example, [&](auto zero) {
     using T = decltype(zero);
-    const RowNormParams<T> params{data<T>(per_example), mutable_data<double>(result), size};
-    parallel(batch, size, [&](int64_t begin, int64_t end) { row_squared_norms_cpu(params, begin, end); });
+    RowNormParams<T> params{data<T>(per_example), mutable_data<double>(result), size};
+    run(
+        batch, size, [&](auto begin, auto end) { row_squared_norms_cpu(params, begin, end); },
+        [&](auto stream) {
+          Tensor partials = empty_double(per_example, {batch, row_norm_splits(size)});
+          params.partials = mutable_data<double>(partials);
+          row_squared_norms_cuda(params, batch, stream);
+        });
   });
   return result;
 }
 
 Tensor weighted_row_sum(const Tensor& per_example, const Tensor& weights) {
+  const OnDevice device(per_example);
   check_input(per_example, "per_example", 2, per_example.scalar_type());
   check_input(weights, "weights", 1, ScalarType::Double);
   const int64_t batch = per_example.size(0), size = per_example.size(1);
   check_size(weights.size(0) == batch, "weights, per_example");
   Tensor result = empty_double(per_example, {size});
-  for_dtype(per_example, [&](auto zero) {
+  for_dtype<Wide::kEverywhere>(per_example, [&](auto zero) {
     using T = decltype(zero);
+#if defined(USE_CUDA)
+    const DenseRowSumParams<T> params{data<T>(per_example), data<double>(weights), mutable_data<double>(result), batch,
+                                      size};
+    weighted_row_sum_cuda(params, current_stream());
+#else
     std::vector<const T*> rows;
     std::vector<double> kept_weights;
     for (int64_t b = 0; b < batch; ++b)
@@ -59,6 +75,7 @@ Tensor weighted_row_sum(const Tensor& per_example, const Tensor& weights) {
     const RowSumParams<T> params{rows.data(), kept_weights.data(), mutable_data<double>(result), kept, size};
     parallel((size + kRowSumBlock - 1) / kRowSumBlock, kRowSumBlock * (kept + 1),
              [&](int64_t begin, int64_t end) { weighted_row_sum_cpu(params, begin, end); });
+#endif
   });
   return result;
 }

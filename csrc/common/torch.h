@@ -100,19 +100,23 @@ inline void check_input(const Tensor& t, const char* name, int64_t dim, ScalarTy
 
 inline void check_size(bool equal, const char* what) { STD_TORCH_CHECK(equal, "sizes do not match: ", what); }
 
-// Calls f(T{}) for the types that the kernels know on this device; on the CPU the wrappers widen half precision.
-template <typename F>
+// Calls f(T{}) for the types that the kernels know on this device. On the CPU the wrappers widen half precision; on CUDA
+// only what reads stored gradients takes float64.
+enum class Wide { kOnCpu, kEverywhere };
+template <Wide kWide = Wide::kOnCpu, typename F>
 void for_dtype(const Tensor& t, F f) {
   const ScalarType type = t.scalar_type();
   if (type == ScalarType::Float) return f(float{});
 #if defined(USE_CUDA)
   if (type == ScalarType::BFloat16) return f(bfloat16{});
   if (type == ScalarType::Half) return f(half{});
-  STD_TORCH_CHECK(false, "dtype must be float32, bfloat16 or float16 on CUDA");
-#else
-  if (type == ScalarType::Double) return f(double{});
-  STD_TORCH_CHECK(false, "dtype must be float32 or float64");
+  if constexpr (kWide == Wide::kOnCpu)
+    STD_TORCH_CHECK(false, "dtype must be float32, bfloat16 or float16 on CUDA; float64 runs on the CPU");
+  else
 #endif
+    if (type == ScalarType::Double)
+      return f(double{});
+  STD_TORCH_CHECK(false, "dtype must be floating-point; on the CPU the kernels know float32 and float64");
 }
 
 // What values of T are computed with: acc_t<T> of common/scalar.h.

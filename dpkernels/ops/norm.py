@@ -28,8 +28,11 @@ def _check_weight(weight: Tensor | None, size: int, name: str) -> None:
 def _widen(
     x: Tensor, output_grads: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    given = iter(widen(*(t for t in (x, output_grads, mean, rstd, weight) if t is not None)))
-    return tuple(None if t is None else next(given) for t in (x, output_grads, mean, rstd, weight))
+    """As the kernels take them: x, output_grads and weight in one dtype, the statistics in what it is computed with."""
+    maps = widen(*(t for t in (x, output_grads, weight) if t is not None))
+    computed = torch.float64 if maps[0].dtype == torch.float64 else torch.float32
+    statistics = (None if t is None else t.detach().to(computed).contiguous() for t in (mean, rstd))
+    return *maps[:2], *statistics, None if weight is None else maps[2]
 
 
 def group_norm_backward(

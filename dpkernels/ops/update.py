@@ -191,10 +191,12 @@ def _check(
     if len(sums) != len(params):
         raise ValueError(f"sums must hold one tensor for each of {len(params)} parameters, got {len(sums)}")
     for k, (p, s) in enumerate(zip(params, sums, strict=True)):
-        if not p.is_floating_point() or p.device.type != "cpu":
-            raise TypeError(f"params[{k}] must be a floating-point CPU tensor, got {p.dtype} on {p.device}")
-        if s.dtype != torch.float64 or s.device.type != "cpu":
-            raise TypeError(f"sums[{k}] must be a float64 CPU tensor, got {s.dtype} on {s.device}")
+        if not p.is_floating_point() or p.device != params[0].device:
+            raise TypeError(
+                f"params[{k}] must be floating-point and on {params[0].device} as the first, got {p.dtype} on {p.device}"
+            )
+        if s.dtype != torch.float64 or s.device != p.device:
+            raise TypeError(f"sums[{k}] must be float64 on {p.device} as its parameter, got {s.dtype} on {s.device}")
         if s.shape != p.shape:
             raise ValueError(f"sums[{k}] must have the shape {tuple(p.shape)} of its parameter, got {tuple(s.shape)}")
     if not 0 < denominator < math.inf:

@@ -260,8 +260,8 @@ def test_errors_name_the_argument() -> None:
     for arguments, options, words in [
         ((p, s * 2), {}, "sums must hold one tensor for each of 1 parameters, got 2"),
         ((p, [s[0][:2]]), {}, r"sums\[0\] must have the shape \(3,\)"),
-        ((p, [p[0]]), {}, r"sums\[0\] must be a float64 CPU tensor"),
-        (([p[0].long()], s), {}, r"params\[0\] must be a floating-point CPU tensor"),
+        ((p, [p[0]]), {}, r"sums\[0\] must be float64 on cpu"),
+        (([p[0].long()], s), {}, r"params\[0\] must be floating-point"),
         ((p, s), {"denominator": 0.0}, "denominator must be a positive number"),
         ((p, s), {"denominator": math.nan}, "denominator must be a positive number"),
         ((p, s), {"noise_std": 1.0, "grid": 0.5}, "key must be given"),
