@@ -169,9 +169,8 @@ def main():
         )
     if torch_of(python, cuda) is None:
         succeeds(python, "-c", "import torch")
-        fail(
-            f"no {TORCH}{' with CUDA' if cuda else ''} can be imported in {os.path.relpath(folder)}; the reason is above."
-        )
+        wanted = TORCH + (" with CUDA" if cuda else "")
+        fail(f"no {wanted} can be imported in {os.path.relpath(folder)}; the reason is above.")
     if not install_build_tools(python):
         fail("the build tools could not be installed; pip's reason is above. Is there a network?")
 

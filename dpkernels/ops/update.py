@@ -193,7 +193,7 @@ def _check(
     for k, (p, s) in enumerate(zip(params, sums, strict=True)):
         if not p.is_floating_point() or p.device != params[0].device:
             raise TypeError(
-                f"params[{k}] must be floating-point and on {params[0].device} as the first, got {p.dtype} on {p.device}"
+                f"params[{k}] must be floating-point on {params[0].device} like the first, got {p.dtype} on {p.device}"
             )
         if s.dtype != torch.float64 or s.device != p.device:
             raise TypeError(f"sums[{k}] must be float64 on {p.device} as its parameter, got {s.dtype} on {s.device}")
