@@ -10,8 +10,25 @@ from typing import Any
 from dpkernels.cli.parsing import add_privacy_target, require_device
 from dpkernels.data import ImageDataset, dataset_names, load_dataset
 from dpkernels.models import names as model_names
-from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, default_progress, resolve, train
-from dpkernels.training.config import OPTIMIZERS, SCHEDULES, check_values, field_names
+from dpkernels.training import (
+    RECIPES,
+    Execution,
+    RunFolder,
+    RunResult,
+    TrainConfig,
+    default_progress,
+    recipe,
+    resolve,
+    train,
+)
+from dpkernels.training.config import (
+    FEATURES,
+    NORMALIZATIONS,
+    OPTIMIZERS,
+    SCHEDULES,
+    check_values,
+    field_names,
+)
 
 
 def add_to(commands: Any) -> None:
@@ -21,6 +38,11 @@ def add_to(commands: Any) -> None:
         help="train an image classifier privately",
         description="Train an image classifier with differential privacy, and leave metrics, history, a plot, a "
         "checkpoint and the weights in a folder. What is not given depends on the data set.",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help=f"hyper-parameters of a paper: {', '.join(RECIPES)}; what is given beside it wins",
     )
     parser.add_argument("--dataset", metavar="NAME", help=f"{', '.join(dataset_names())} or a folder (default digits)")
     parser.add_argument("--model", metavar="NAME", help=", ".join(model_names()))
@@ -35,6 +57,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default sgd")
     parser.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate (default constant)")
     parser.add_argument("--warmup", type=float, metavar="F", help="fraction of the steps over which it rises")
+    parser.add_argument("--features", choices=FEATURES, help="replace images by handcrafted features (default none)")
+    parser.add_argument(
+        "--normalization",
+        choices=NORMALIZATIONS,
+        help="of the model's input; private statistics are part of the plan (default none, with features private)",
+    )
+    parser.add_argument("--groups", type=int, metavar="G", help="of group normalization")
+    parser.add_argument("--norm-noise-multiplier", type=float, metavar="S", help="of private statistics (default 32)")
     parser.add_argument("--seed", type=int, help="reproducible, and NOT PRIVATE: for tests and comparisons")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default runs/DATASET-TIME")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with what it began with")
@@ -49,6 +79,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, print the result, and return the exit code."""
     given = {name: value for name in field_names() if (value := getattr(args, name)) is not None}
+    if args.recipe is not None:
+        given = _beside(recipe(args.recipe), given)
     check_values(given)
     execution = Execution(require_device(args.device), args.physical_batch_size, args.workers)
     result = _resume(args, given, execution) if args.resume else _start(args, given, execution)
@@ -70,6 +102,16 @@ def _start(args: argparse.Namespace, given: dict[str, Any], execution: Execution
         raise
     progress = default_progress(args.quiet)
     return train(config, plan, dataset, folder, execution=execution, progress=progress)
+
+
+def _beside(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's values with those that were given; one of a kind that excludes another replaces it."""
+    if "noise_multiplier" in given:
+        values.pop("epsilon")
+    if "normalization" in given:
+        values.pop("groups", None)
+        values.pop("norm_noise_multiplier", None)
+    return {**values, **given}
 
 
 def _resume(args: argparse.Namespace, given: dict[str, Any], execution: Execution) -> RunResult:

@@ -1,8 +1,19 @@
 """Real data sets in memory, and Poisson sampling of logical batches."""
 
-from dpkernels.data.images import ImageDataset, ImageSplit
+from dpkernels.data.arrays import ArraySplit, with_features
+from dpkernels.data.images import ImageDataset, ImageSplit, Split
 from dpkernels.data.load import dataset_names, load_dataset
 from dpkernels.data.loader import PoissonLoader
 from dpkernels.data.sampling import poisson_sample
 
-__all__ = ["ImageDataset", "ImageSplit", "PoissonLoader", "dataset_names", "load_dataset", "poisson_sample"]
+__all__ = [
+    "ArraySplit",
+    "ImageDataset",
+    "ImageSplit",
+    "PoissonLoader",
+    "Split",
+    "dataset_names",
+    "load_dataset",
+    "poisson_sample",
+    "with_features",
+]

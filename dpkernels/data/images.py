@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+
+class Split(Protocol):
+    """Labelled examples of one shape that can be fetched in batches: images, or features of them."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [examples]"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one example."""
+
+    @property
+    def value_range(self) -> tuple[float, float]:
+        """What pixels were scaled to."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Examples float32 [rows, *shape] and labels of `indices`."""
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All examples in order, at most `size` at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +61,11 @@ class ImageSplit(Dataset[tuple[Tensor, int]]):
                 f"got {self.labels.dtype} {tuple(self.labels.shape)}"
             )
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(channels, height, width)"""
+        return tuple(self.images.shape[1:])
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -63,7 +93,7 @@ class ImageSplit(Dataset[tuple[Tensor, int]]):
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """A labelled image data set with its public test split.
+    """A labelled image data set with its public test split; its images may have been replaced by features of them.
 
     nominal_size: the number of training examples that the data set is known to have, a public constant that a plan may
     use as its dataset_size; None where nothing is known (a folder of the user's), and then the user states it.
@@ -71,26 +101,34 @@ class ImageDataset:
 
     name: str
     classes: tuple[str, ...]
-    train: ImageSplit
-    test: ImageSplit
+    train: Split
+    test: Split
     nominal_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+        if self.train.shape != self.test.shape:
             raise ValueError(
-                f"{self.name}: train and test images must have one shape, "
-                f"got {tuple(self.train.images.shape[1:])} and {tuple(self.test.images.shape[1:])}"
+                f"{self.name}: train and test images must have one shape, got {self.train.shape} and {self.test.shape}"
             )
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width)"""
-        channels, height, width = self.test.images.shape[1:]
-        return channels, height, width
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one example: (channels, height, width) of images."""
+        return self.test.shape
 
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+    def scaled(self, low: float, high: float) -> ImageDataset:
+        """The same images with pixels scaled to another range. Raises TypeError where they are features already."""
+
+        def scaled(name: str, split: Split) -> ImageSplit:
+            if not isinstance(split, ImageSplit):
+                raise TypeError(f"{name} must be images, got {type(split).__name__}")
+            return replace(split, value_range=(low, high))
+
+        return replace(self, train=scaled("train", self.train), test=scaled("test", self.test))
 
     def __repr__(self) -> str:
         return f"ImageDataset({self.name!r}, {self.num_classes} classes, train={self.train!r}, test={self.test!r})"

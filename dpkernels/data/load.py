@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dpkernels.data.arrays import read_arrays
 from dpkernels.data.cifar import CIFAR10_CLASSES, FOLDER, read_cifar10_folder, read_cifar10_tar
 from dpkernels.data.digits import read_digits
 from dpkernels.data.folders import read_image_folder, read_image_tar
@@ -117,6 +118,8 @@ def load_dataset(
         raise FileNotFoundError(
             f"name_or_folder must be one of {', '.join(dataset_names())}, torchvision:CLASS or a folder, got {text!r}"
         )
+    if path.is_dir() and (features := read_arrays(path)) is not None:
+        return features
     classes = tuple(str(label) for label in range(10 if num_classes is None else num_classes))
     raw_or_none = _read(path, classes)
     if raw_or_none is None:

@@ -1,5 +1,15 @@
 """Features that cost no privacy, and normalization that costs little."""
 
+from dpkernels.features.normalization import GroupNorm, NormRelease, PrivateDataNorm
+from dpkernels.features.public import PublicStatistics, public_statistics, synthetic_images
 from dpkernels.features.scatternet import ScatterNet
 
-__all__ = ["ScatterNet"]
+__all__ = [
+    "GroupNorm",
+    "NormRelease",
+    "PrivateDataNorm",
+    "PublicStatistics",
+    "ScatterNet",
+    "public_statistics",
+    "synthetic_images",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -59,6 +60,14 @@ class ScatterNet(nn.Module):
             raise ValueError(f"images must be [batch, {', '.join(map(str, self.shape))}], got {tuple(images.shape)}")
         planes = images.reshape(-1, *self.shape[1:])
         return scatter(planes, self.filters).view(len(images), *self.feature_shape)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the features: another one for other filters, another shape or another version of the transform."""
+        seen = hashlib.sha256(f"ScatterNet {VERSION} {self.extra_repr()}".encode())
+        for tensor in (*self.filters.wavelets, *self.filters.lowpass):
+            seen.update(tensor.numpy().data)
+        return seen.hexdigest()
 
     def orders(self) -> Tensor:
         """The order (0, 1 or 2) of every feature channel, int64 [channels]."""

@@ -9,6 +9,7 @@ from torch import nn
 from dpkernels.models._shapes import check_count, check_shape
 from dpkernels.models.logistic import linear
 from dpkernels.models.resnet import resnet18, resnet50
+from dpkernels.models.scatternet import scatternet_cnn, scatternet_linear
 from dpkernels.models.tanh_cnn import cifar10_cnn, mnist_cnn, simple_vgg
 
 _Builder = Callable[[tuple[int, ...], int], nn.Module]
@@ -41,6 +42,8 @@ _MODELS: dict[str, _Builder] = {
     "mnist_cnn": _exactly((1, 28, 28), mnist_cnn),
     "cifar10_cnn": _exactly((3, 32, 32), lambda classes: cifar10_cnn("large", classes)),
     "cifar10_cnn_small": _exactly((3, 32, 32), lambda classes: cifar10_cnn("small", classes)),
+    "scatternet_linear": lambda shape, classes: scatternet_linear(shape, num_classes=classes),
+    "scatternet_cnn": lambda shape, classes: scatternet_cnn(shape, num_classes=classes),
     "simple_vgg": lambda shape, classes: simple_vgg(input_shape=shape, num_classes=classes),
     "resnet18": _resnet(resnet18),
     "resnet50": _resnet(resnet50),

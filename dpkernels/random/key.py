@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from enum import IntEnum
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -103,6 +104,21 @@ class Key:
     ) -> Tensor:
         """Normals rounded to multiples of ``grid``: float64 [count], see :func:`dpkernels.ops.noise.grid_gaussian`."""
         return noise.grid_gaussian(self.value, Domain(domain), step, offset, count, noise_std=noise_std, grid=grid)
+
+    def sample(self, domain: Domain, step: int, size: int, rate: float) -> Tensor:
+        """Poisson sample: indices, int64 and ascending, of the examples out of ``size`` that one step draws.
+
+        There is a uniform 64-bit word for each example and step, and an example is drawn when its word lies below
+        rate * 2^64: with probability floor(rate * 2^64) / 2^64, which is ``rate`` to within 2^-64 and never above it,
+        since a higher one would cost more privacy than was planned. The word depends on key, domain, step and index
+        only, so adding an example changes no other example's draws.
+        """
+        threshold = int(Fraction(rate) * 2**64)
+        if threshold == 2**64:
+            return torch.arange(size)
+        words = self.bits(domain, step, size)
+        # The words are unsigned, torch compares signed: flipping the top bit maps one order to the other.
+        return ((words ^ -(2**63)) < threshold - 2**63).nonzero().squeeze(1)
 
     def __reduce__(self) -> tuple[Callable[..., "Key"], tuple[int, ...]]:
         return (Key.fresh, ()) if self._seed is None else (Key.from_seed, (self._seed,))

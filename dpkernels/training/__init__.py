@@ -5,9 +5,11 @@ from dpkernels.training.config import TrainConfig, default_delta, resolve
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.loop import Execution, RunResult, train
 from dpkernels.training.progress import Progress, default_progress
+from dpkernels.training.recipes import RECIPES, recipe
 from dpkernels.training.run_folder import EpochResult, RunFolder
 
 __all__ = [
+    "RECIPES",
     "Checkpoint",
     "EpochResult",
     "Execution",
@@ -19,6 +21,7 @@ __all__ = [
     "default_delta",
     "default_progress",
     "load_checkpoint",
+    "recipe",
     "resolve",
     "train",
 ]

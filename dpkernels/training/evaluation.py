@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpkernels.data import ImageSplit
+from dpkernels.data import Split
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, split: ImageSplit, *, device: str = "cpu", batch_size: int = 512) -> float:
+def accuracy(model: nn.Module, split: Split, *, device: str = "cpu", batch_size: int = 512) -> float:
     """Fraction of `split` that `model` classifies rightly, in [0, 1]. The model's mode is as before afterwards.
 
     Raises ValueError for a split without examples.

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from dpkernels import models
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
-from dpkernels.data import ImageDataset, PoissonLoader
+from dpkernels.data import ImageDataset, PoissonLoader, with_features
+from dpkernels.features import GroupNorm, PrivateDataNorm, ScatterNet, public_statistics
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.training import report
@@ -34,6 +35,7 @@ from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
 from dpkernels.training.schedules import scheduler
 
+PIXELS = (0.0, 1.0)  # what pixels are scaled to before features are taken, as in the paper
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into writing checkpoints
 
@@ -119,9 +121,10 @@ class _Run:
         execution: Execution,
         progress: Progress,
     ) -> None:
-        self.config, self.plan, self.dataset, self.folder = config, plan, dataset, folder
+        self.dataset = prepared(config, dataset)
+        self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
-        self.model = build_model(config, dataset).to(execution.device)
+        self.model = build_model(config, self.dataset, dataset.input_shape).to(execution.device)
         self.optimizer = build_optimizer(config, plan, self.model, ledger)
         self.history: list[EpochResult] = []
         self.seconds = 0.0
@@ -131,10 +134,9 @@ class _Run:
     def restore(self) -> None:
         """Go back to the checkpoint; without one nothing happened, for the first is written before the first step."""
         if not self.folder.checkpoint.exists():
-            if self.ledger.steps:
-                raise FileNotFoundError(
-                    f"{self.folder.checkpoint} is missing, though {self.ledger.steps} steps are spent"
-                )
+            if entries := self.ledger.entries():
+                spent = ", ".join(f"{entry.what}: {entry.event}" for entry in entries)
+                raise FileNotFoundError(f"{self.folder.checkpoint} is missing, though something is spent: {spent}")
             return
         checkpoint = load_checkpoint(self.folder.checkpoint)
         self.model.load_state_dict(checkpoint.model)
@@ -165,6 +167,7 @@ class _Run:
             start_step=start,
         )
         if not self.folder.checkpoint.exists():
+            self._release_statistics()
             self._save()
         self.progress.begin(self.plan, start)
         self.model.train()
@@ -183,6 +186,13 @@ class _Run:
                 self._evaluate(self.optimizer.param_groups[0]["lr"])
         finally:
             self.progress.end()
+
+    def _release_statistics(self) -> None:
+        """Those of the normalization, where the configuration pays for them."""
+        for module in self.model.modules():
+            if isinstance(module, PrivateDataNorm) and (how := self.config.release(module.channels)) is not None:
+                rows = (examples for examples, _ in self.dataset.train.batches(self.execution.physical_batch_size))
+                module.release(rows, how, ledger=self.ledger, key=self.optimizer.key)
 
     def _logical_step(self, loader: PoissonLoader, stop: StopSignal) -> bool:
         """One step of the plan; False where a stop came first, and then nothing of it is left."""
@@ -251,11 +261,31 @@ class _Run:
         return document
 
 
-def build_model(config: TrainConfig, dataset: ImageDataset) -> nn.Module:
-    """The untrained model; the same initial weights for the same seed. torch's own generator is left as it was."""
+def prepared(config: TrainConfig, dataset: ImageDataset) -> ImageDataset:
+    """The data set as the model sees it: with the features of `config` instead of its images."""
+    if config.features == "none":
+        return dataset
+    dataset = dataset.scaled(*PIXELS)
+    net = ScatterNet(dataset.input_shape)
+    return with_features(dataset, net, shape=net.feature_shape, fingerprint=net.fingerprint)
+
+
+def build_model(config: TrainConfig, dataset: ImageDataset, image_shape: tuple[int, ...]) -> nn.Module:
+    """The untrained model; the same initial weights for the same seed. torch's own generator is left as it was.
+
+    Where the configuration has a normalization it comes first, by public statistics at most: the private ones are
+    released later. image_shape: of the images that `dataset` was prepared from.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
-        return models.create(config.model, dataset.input_shape, dataset.num_classes)
+        network = models.create(config.model, dataset.input_shape, dataset.num_classes)
+    if config.normalization == "none":
+        return network
+    if config.normalization == "group":
+        assert config.groups is not None
+        return nn.Sequential(GroupNorm(config.groups, dataset.input_shape[0]), network)
+    public = public_statistics(ScatterNet(image_shape), image_shape, value_range=PIXELS)
+    return nn.Sequential(PrivateDataNorm(public.mean, public.std), network)
 
 
 def build_optimizer(config: TrainConfig, plan: Plan, model: nn.Module, ledger: Ledger) -> PrivateOptimizer:

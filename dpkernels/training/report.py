@@ -58,6 +58,8 @@ def metrics(
         "seconds": round(seconds, 3),
         "dataset": config.dataset,
         "model": config.model,
+        "features": config.features,
+        "normalization": config.normalization,
         "versions": versions(),
         "statement": statement,
     }
@@ -75,6 +77,8 @@ def write_model(
     metadata = {
         "dataset": config.dataset,
         "model": config.model,
+        "features": config.features,
+        "normalization": config.normalization,
         "pixel_range": json.dumps(pixel_range),
         "epsilon": repr(plan.epsilon),
         "delta": repr(plan.delta),

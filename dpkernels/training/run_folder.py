@@ -116,6 +116,7 @@ class RunFolder:
                 noise_multiplier=planned["noise_multiplier"],
                 delta=config.delta,
                 target_epsilon=config.epsilon,
+                compose_with=config.compose_with,
                 accountant=planned["accountant"],
             )
         except (ValueError, KeyError, TypeError) as error:

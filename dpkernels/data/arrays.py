@@ -1,0 +1,214 @@
+"""Rows of numbers on disk, mapped into memory: features of images, computed before training."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from dpkernels.data.cache import cache_folder
+from dpkernels.data.images import ImageDataset, ImageSplit
+from dpkernels.data.raw import bad_file, check_labels
+
+_FORMAT = 1
+_BATCH = 1024  # rows computed at once
+DTYPES: dict[str, np.dtype] = {"float16": np.dtype("float16"), "float32": np.dtype("float32")}
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySplit(Dataset[tuple[Tensor, int]]):
+    """Rows and labels of one split. Rows stay in their file until they are fetched, so there may be more than memory.
+
+    rows: float16 or float32 [examples, *shape]. labels: int64 [examples]. value_range: what pixels were scaled to where
+    the rows were computed from images.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    value_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.rows.dtype not in (torch.float16, torch.float32) or self.rows.dim() < 2:
+            raise ValueError(
+                f"rows must be float16 or float32 [examples, *shape], got {self.rows.dtype} {tuple(self.rows.shape)}"
+            )
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.rows.shape[:1]:
+            raise ValueError(
+                f"labels must be int64 [{len(self.rows)}], one per row, "
+                f"got {self.labels.dtype} {tuple(self.labels.shape)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one example."""
+        return tuple(self.rows.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Row float32 [*shape] and label."""
+        return self.rows[index].float(), int(self.labels[index])
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows float32 [rows, *shape] and labels int64 [rows] of `indices`, int64 [rows]."""
+        return self.rows.index_select(0, indices).float(), self.labels.index_select(0, indices)
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All examples in order, at most `size` at a time."""
+        for rows, labels in zip(self.rows.split(size), self.labels.split(size), strict=True):
+            yield rows.float(), labels
+
+    def __repr__(self) -> str:
+        return f"ArraySplit({len(self)} rows {self.shape}, {self.rows.dtype})"
+
+
+def open_array(path: Path) -> Tensor:
+    """An array in a .npy file as a tensor that is read from the file when it is used. Nothing writes to the file.
+
+    Raises ValueError that names the file, where it is no array of float16 or float32.
+    """
+    try:
+        array = np.load(path, mmap_mode="c")  # copy on write: torch wants memory that it may write to
+    except (ValueError, EOFError, OSError) as error:
+        raise bad_file(path, "an array as numpy.save writes it", str(error)) from None
+    if not isinstance(array, np.ndarray) or array.dtype not in DTYPES.values() or array.ndim < 2:
+        raise bad_file(path, "float16 or float32 [examples, ...]", f"{array.dtype} {array.shape}")
+    return torch.from_numpy(array)
+
+
+FILES = ("train.npy", "train-labels.npy", "test.npy", "test-labels.npy")
+
+
+def read_arrays(folder: Path) -> ImageDataset | None:
+    """Features that the user brings: a folder with train.npy and test.npy, float16 or float32 [examples, *shape], and
+    train-labels.npy and test-labels.npy, integers [examples]; None where it has no train.npy.
+
+    Classes are 0 to the largest label of the test split, which is public. Raises ValueError or FileNotFoundError that
+    names the file.
+    """
+    if not (folder / FILES[0]).exists():
+        return None
+    for file in FILES:
+        if not (folder / file).exists():
+            raise FileNotFoundError(f"{folder}: expected {', '.join(FILES)}, {file} is missing")
+
+    def labels(file: str) -> np.ndarray:
+        values = np.load(folder / file)
+        if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
+            raise bad_file(folder / file, "integers [examples], one at least", f"{values.dtype} {values.shape}")
+        return values.astype(np.int64)
+
+    test_labels = labels("test-labels.npy")
+    count = int(test_labels.max()) + 1
+
+    def split(name: str) -> ArraySplit:
+        rows, own = open_array(folder / f"{name}.npy"), labels(f"{name}-labels.npy")
+        check_labels(folder / f"{name}-labels.npy", own, len(rows), count)
+        return ArraySplit(rows, torch.from_numpy(own))
+
+    return ImageDataset(folder.resolve().name, tuple(map(str, range(count))), split("train"), split("test"))
+
+
+def with_features(
+    dataset: ImageDataset,
+    transform: Callable[[Tensor], Tensor],
+    *,
+    shape: Sequence[int],
+    fingerprint: str,
+    dtype: str = "float16",
+    folder: Path | None = None,
+) -> ImageDataset:
+    """The data set with every image replaced by its features, computed once and kept in a cache on disk.
+
+    transform: images float32 [batch, channels, height, width] to features [batch, *shape]; of each image alone.
+    fingerprint: names the transform, and changes whenever any feature does. dtype: "float16" or "float32".
+    folder: of the cache; else features in `cache_folder()`.
+
+    A file is named after a hash of everything that it depends on: pixels, their scale, transform, shape, dtype. It
+    appears when it is whole. A build that was broken off starts over; a second process that wants the same file waits
+    for the first. The files are readable by the user alone: what they are computed from may be private.
+
+    Raises ValueError for an unknown dtype, features of another shape, or ones that float16 cannot hold; OSError where
+    the folder cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    place = cache_folder() / "features" if folder is None else folder
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def replaced(name: str) -> ArraySplit:
+        split = getattr(dataset, name)
+        if not isinstance(split, ImageSplit):
+            raise TypeError(f"{name} must be images, got {type(split).__name__}")
+        key = _key(split, tuple(shape), fingerprint, dtype)
+        path = place / f"{dataset.name.replace(os.sep, '-')}-{name}-{key}.npy"
+        if not path.exists():
+            _build(path, split, transform, tuple(shape), DTYPES[dtype], f"features of {dataset.name}, {name}")
+        return ArraySplit(open_array(path), split.labels, split.value_range)
+
+    return replace(dataset, train=replaced("train"), test=replaced("test"))
+
+
+def _key(split: ImageSplit, shape: tuple[int, ...], fingerprint: str, dtype: str) -> str:
+    pixels = split.images.contiguous()
+    what = [_FORMAT, fingerprint, dtype, list(shape), list(pixels.shape), split.largest, list(split.value_range)]
+    seen = hashlib.sha256(json.dumps(what).encode())
+    seen.update(pixels.numpy().data)
+    return seen.hexdigest()[:32]
+
+
+def _build(
+    path: Path,
+    split: ImageSplit,
+    transform: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    what: str,
+) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    with _alone(unfinished):
+        if path.exists():  # another process made it while this one waited
+            return
+        try:
+            with open(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b") as file:
+                header = {"descr": dtype.str, "fortran_order": False, "shape": (len(split), *shape)}
+                np.lib.format.write_array_header_1_0(file, header)
+                progress = tqdm(total=len(split), desc=what, unit=" images", delay=1.0, disable=None, leave=False)
+                with progress, torch.no_grad():
+                    for images, _ in split.batches(_BATCH):
+                        features = transform(images)
+                        if tuple(features.shape) != (len(images), *shape):
+                            raise ValueError(
+                                f"transform must give [{len(images)}, {', '.join(map(str, shape))}], "
+                                f"got {tuple(features.shape)}"
+                            )
+                        largest = features.abs().amax().item() if features.numel() else 0.0
+                        if largest > np.finfo(dtype).max:
+                            raise ValueError(f"dtype must hold the features, got {dtype} for {largest:g}")
+                        file.write(np.ascontiguousarray(features.numpy().astype(dtype)).data)
+                        progress.update(len(images))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(unfinished: Path) -> Iterator[None]:
+    """While no other process builds the same file. The lock ends with its process."""
+    with open(os.open(unfinished.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,69 @@
+"""Hyper-parameters of the papers by name, as `dpkernels train --recipe NAME` takes them.
+
+tramer2021: Tramèr & Boneh 2021, Table 13 (best at epsilon 3) and Table 17 (private linear models on public features, at
+epsilon 2). Their learning rates are for batches of 512 and grow with the batch. Data normalization is ours: private
+statistics in units of public ones (`dpkernels.features.PrivateDataNorm`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpkernels.training.config import NORM_NOISE
+
+_SHARED = {"optimizer": "sgd", "momentum": 0.9, "max_grad_norm": 0.1, "delta": 1e-5}
+_PRIVATE = {"normalization": "private", "norm_noise_multiplier": NORM_NOISE}
+_GROUP = {"normalization": "group", "groups": 27}
+
+
+def _recipe(batch_size: int, base_lr: float, epochs: float, epsilon: float = 3.0, **more: Any) -> dict[str, Any]:
+    """Linear scaling of the learning rate: base_lr * batch_size / 512."""
+    lr = base_lr * batch_size / 512
+    return {**_SHARED, "batch_size": batch_size, "lr": lr, "epochs": epochs, "epsilon": epsilon, **more}
+
+
+def _table13(
+    dataset: str, cnn: str, rows: dict[str, tuple[int, float, float]], norm: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    kinds = {
+        "scatternet-linear": {"features": "scatternet", "model": "scatternet_linear", **norm},
+        "scatternet-cnn": {"features": "scatternet", "model": "scatternet_cnn", **norm},
+        "cnn": {"model": cnn},
+    }
+    return {
+        f"tramer2021-{dataset}-{kind}": {"dataset": dataset, **_recipe(*rows[kind]), **more}
+        for kind, more in kinds.items()
+    }
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    # (batch size, learning rate for batches of 512, epochs)
+    **_table13(
+        "mnist",
+        "mnist_cnn",
+        {"scatternet-linear": (4096, 1, 40), "scatternet-cnn": (1024, 1 / 2, 25), "cnn": (512, 1 / 2, 40)},
+        _PRIVATE,
+    ),
+    **_table13(
+        "fashion-mnist",
+        "mnist_cnn",
+        {"scatternet-linear": (8192, 1, 40), "scatternet-cnn": (2048, 1, 40), "cnn": (2048, 1, 40)},
+        _GROUP,
+    ),
+    **_table13(
+        "cifar10",
+        "cifar10_cnn",
+        {"scatternet-linear": (8192, 1 / 4, 60), "scatternet-cnn": (8192, 1 / 4, 60), "cnn": (1024, 1 / 2, 30)},
+        _PRIVATE,
+    ),
+    # The data set is a folder of features that the user brings.
+    "tramer2021-transfer-resnext": _recipe(2048, 2, 40, epsilon=2.0, model="linear"),
+    "tramer2021-transfer-simclr": _recipe(1024, 2, 40, epsilon=2.0, model="linear"),
+}
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """The fields of `TrainConfig` that the recipe fixes. Raises ValueError for an unknown name."""
+    if name not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}")
+    return dict(RECIPES[name])
