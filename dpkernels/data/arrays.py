@@ -195,7 +195,7 @@ def _build(
                                 f"got {tuple(features.shape)}"
                             )
                         largest = features.abs().amax().item() if features.numel() else 0.0
-                        if largest > np.finfo(dtype).max:
+                        if largest > float(np.finfo(dtype).max):
                             raise ValueError(f"dtype must hold the features, got {dtype} for {largest:g}")
                         file.write(np.ascontiguousarray(features.numpy().astype(dtype)).data)
                         progress.update(len(images))

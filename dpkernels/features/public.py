@@ -37,7 +37,7 @@ def synthetic_images(count: int, shape: Sequence[int], *, seed: int = SEED) -> T
     size = (count, channels, tall, wide // 2 + 1)
     spectrum = (rng.standard_normal(size) + 1j * rng.standard_normal(size)) / frequency
     noise = np.fft.irfft2(spectrum, s=(tall, wide))[:, :, :height, :width]
-    noise /= math.sqrt(np.mean(noise**2))
+    noise /= math.sqrt(np.mean(noise**2)) if noise.size else 1.0
     if channels == 3:
         noise = np.einsum("ncij,cd->ndij", noise * (math.sqrt(3) * _SPREAD)[:, None, None], _AXES)
     return torch.from_numpy(np.clip(0.5 + _CONTRAST * noise, 0, 1).astype(np.float32))

@@ -1,0 +1,155 @@
+"""Recipes are those of the paper, and a run on features pays for its statistics and goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpkernels.accounting import Gaussian
+from dpkernels.data import ImageDataset, ImageSplit
+from dpkernels.models import create
+from dpkernels.training import RECIPES, Execution, RunFolder, TrainConfig, recipe, resolve, train
+
+SHAPES = {"mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+FEATURES = {"mnist": (81, 7, 7), "fashion-mnist": (81, 7, 7), "cifar10": (243, 8, 8)}
+
+
+def like(name: str) -> ImageDataset:
+    split = ImageSplit(torch.zeros(2, *SHAPES[name], dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    return ImageDataset(name, tuple("0123456789"), split, split, 50_000 if name == "cifar10" else 60_000)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "transfer" not in name])
+def test_every_recipe_is_a_configuration_whose_model_fits(name: str) -> None:
+    values = recipe(name)
+    config = resolve(like(values["dataset"]), values)
+    shape = FEATURES[config.dataset] if config.features == "scatternet" else SHAPES[config.dataset]
+    assert create(config.model, shape, 10)(torch.zeros(2, *shape)).shape == (2, 10)
+    assert (config.max_grad_norm, config.momentum, config.delta, config.epsilon) == (0.1, 0.9, 1e-5, 3.0)
+
+
+def test_table_13() -> None:
+    rows = {
+        "mnist-scatternet-linear": (4096, 8.0, 40),
+        "mnist-scatternet-cnn": (1024, 1.0, 25),
+        "mnist-cnn": (512, 0.5, 40),
+        "fashion-mnist-scatternet-linear": (8192, 16.0, 40),
+        "fashion-mnist-scatternet-cnn": (2048, 4.0, 40),
+        "fashion-mnist-cnn": (2048, 4.0, 40),
+        "cifar10-scatternet-linear": (8192, 4.0, 60),
+        "cifar10-scatternet-cnn": (8192, 4.0, 60),
+        "cifar10-cnn": (1024, 1.0, 30),
+    }
+    for name, wanted in rows.items():
+        values = recipe(f"tramer2021-{name}")
+        assert (values["batch_size"], values["lr"], values["epochs"]) == wanted
+    assert recipe("tramer2021-fashion-mnist-scatternet-cnn")["groups"] == 27
+    assert len(RECIPES) == len(rows) + 2
+
+
+def test_table_17() -> None:
+    values = recipe("tramer2021-transfer-resnext")
+    assert (values["batch_size"], values["lr"], values["epochs"], values["epsilon"]) == (2048, 8.0, 40, 2.0)
+    assert recipe("tramer2021-transfer-simclr")["lr"] == 4.0
+
+
+def test_an_unknown_recipe() -> None:
+    with pytest.raises(ValueError, match="recipe must be one of tramer2021-mnist-scatternet-linear"):
+        recipe("mnist")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"normalization": "group"}, "groups must be given with normalization='group'"),
+        ({"groups": 9}, "groups must be given with normalization='group' and only then"),
+        ({"normalization": "public"}, "normalization must be none or group without features"),
+        ({"norm_noise_multiplier": 8.0}, "norm_noise_multiplier must be given with normalization='private'"),
+        ({"features": "sift"}, "features must be one of none, scatternet"),
+        ({"normalization": "batch"}, "normalization must be one of none, group, public, private"),
+        ({"norm_noise_multiplier": 0.0}, "norm_noise_multiplier must be a finite number > 0"),
+    ],
+)
+def test_what_does_not_go_together(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        resolve(like("mnist"), {"dataset": "mnist", **given})
+
+
+def test_features_bring_a_linear_model_and_private_statistics() -> None:
+    config = resolve(like("mnist"), {"dataset": "mnist", "features": "scatternet"})
+    assert (config.model, config.normalization, config.norm_noise_multiplier) == ("scatternet_linear", "private", 32.0)
+    assert config.compose_with == (Gaussian(32.0 / 2**0.5),)
+    free = resolve(like("mnist"), {"dataset": "mnist", "features": "scatternet", "normalization": "public"})
+    assert free.compose_with == ()
+
+
+@pytest.fixture
+def on_features(
+    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., TrainConfig]:
+    monkeypatch.setenv("DPKERNELS_CACHE", str(tmp_path / "cache"))
+    return lambda **changes: small(features="scatternet", **changes)
+
+
+def test_a_run_pays_for_its_statistics(
+    on_features: Callable[..., TrainConfig], digits: ImageDataset, tmp_path: Path
+) -> None:
+    config = on_features(seed=1)
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    plan = config.plan()
+    assert plan.compose_with == config.compose_with
+    metrics = train(config, plan, digits, folder).metrics
+    first = json.loads(folder.ledger.read_text())["entries"][0]
+    assert (first["what"], first["noise_multiplier"]) == ("normalization statistics", 32.0 / 2**0.5)
+    assert metrics["epsilon"] == plan.epsilon
+    assert metrics["test_accuracy"] > 0.5
+    assert (metrics["features"], metrics["normalization"]) == ("scatternet", "private")
+    assert folder.read_config() == (config, plan)
+    weights = torch.load(folder.checkpoint, weights_only=True)["model"]
+    assert weights["0.std"].shape == (81,)
+
+
+def test_a_stopped_run_keeps_its_statistics(
+    on_features: Callable[..., TrainConfig],
+    digits: ImageDataset,
+    run: Callable[..., Any],
+    interrupt_at: Callable[[int], Any],
+    tmp_path: Path,
+) -> None:
+    config = on_features(seed=1)
+    whole = run(config, tmp_path / "whole")
+    stopped = run(config, tmp_path / "parts", progress=interrupt_at(5))
+    assert not stopped.metrics["complete"]
+    resumed = run(config, tmp_path / "parts", resume=True)
+    states = [torch.load(r.folder.checkpoint, weights_only=True)["model"] for r in (whole, resumed)]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+def test_statistics_that_were_lost_are_not_made_again(
+    on_features: Callable[..., TrainConfig],
+    run: Callable[..., Any],
+    copy_at: Callable[[int, Path, Path], Any],
+    tmp_path: Path,
+) -> None:
+    run(on_features(), tmp_path / "run", progress=copy_at(1, tmp_path / "run", tmp_path / "killed"))
+    (tmp_path / "killed" / "checkpoint.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="something is spent: normalization statistics"):
+        run(None, tmp_path / "killed", resume=True)
+
+
+@pytest.mark.parametrize("changes", [{"normalization": "public"}, {"normalization": "group", "groups": 27}])
+def test_normalization_that_is_free(
+    on_features: Callable[..., TrainConfig], digits: ImageDataset, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = on_features(epochs=1.0, **changes)
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    train(config, config.plan(), digits, folder, execution=Execution(physical_batch_size=100))
+    assert all(entry["step"] for entry in json.loads(folder.ledger.read_text())["entries"])
