@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpkernels.accounting import Event, Gaussian, Ledger, SampledGaussian
 from dpkernels.random import Domain, Key
 
-ROUNDING = 1e-8  # of the bounds: what the grid of the sums may add to them
+ROUNDING = 1e-6  # of the bounds: what the grid of the sums may add to them
 UPWARD = 1 + 1e-9  # covers every rounding of the clipped sums in float64, with room
 
 

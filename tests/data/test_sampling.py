@@ -17,13 +17,14 @@ from dpkernels.data import poisson_sample
 from dpkernels.random import Domain, Key
 
 
-class ScriptedKey:
+class ScriptedKey(Key):
     """A key whose words are given."""
 
     def __init__(self, words: list[int]) -> None:
+        super().__init__()
         self.words = torch.from_numpy(np.array(words, np.uint64).view(np.int64))
 
-    def bits(self, domain: Domain, step: int, count: int) -> torch.Tensor:
+    def bits(self, domain: Domain, step: int, count: int, *, offset: int = 0) -> torch.Tensor:
         assert domain == Domain.SAMPLING
         return self.words[:count]
 

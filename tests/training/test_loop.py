@@ -237,7 +237,7 @@ def test_a_missing_checkpoint(tmp_path: Path, small: Small, run: Run, watcher: A
     config = small(epochs=1.0)
     folder = run(config, tmp_path / "run").folder
     folder.checkpoint.unlink()
-    with pytest.raises(FileNotFoundError, match=r"checkpoint\.pt is missing, though 3 steps are spent"):
+    with pytest.raises(FileNotFoundError, match=r"checkpoint\.pt is missing, though something is spent: training step"):
         run(config, folder.path, resume=True)
     folder.ledger.unlink()  # as after a kill before the first step
     again = watcher()
