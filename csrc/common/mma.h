@@ -6,8 +6,12 @@
 //   a[i]   row mma_a_row(i)                  depth  mma_a_depth<T>(i) (and the next)
 //   b[i]   depth mma_b_depth<T>(i) (and the next)   column mma_b_column()
 //
-// Accuracy: products are exact; the hardware aligns them and the accumulator to the largest and cuts bits below 2^-24
-// of it, so each product of depth k errs by at most (k + 2) 2^-23 max(|d|, max |a_l b_l|). A norm carries that upward.
+// In words of 32 bits a tile of a is [16, 8] and one of b, with the depth along its rows, [8, 8], whatever T:
+// mma_load_a and mma_load_b take them from shared memory, `stride` words from row to row; rows start at multiples of 16
+// bytes. A stride of 4 more than a multiple of 8 keeps the rows in different banks.
+//
+// Accuracy: products are exact; the hardware aligns them and the accumulator to the largest and keeps 24 bits of it, so
+// a product of depth k errs by at most (k + 2) 2^-23 (|d| + sum_l |a_l b_l|). A norm carries that upward.
 #pragma once
 
 #include <type_traits>
@@ -54,6 +58,35 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 template <typename T>
 __device__ __forceinline__ uint32_t pack(T first, T second) {
   return first.bits | static_cast<uint32_t>(second.bits) << 16;
+}
+
+// Registers of a tile in shared memory, by all 32 lanes together: a row's address comes from one lane each.
+__device__ __forceinline__ void mma_load_a(uint32_t (&a)[4], const Shared<const uint32_t>& tile, int stride) {
+  const int lane = threadIdx.x % 32, from = lane % 16 * stride + lane / 16 * 4;
+#ifdef __CUDACC__
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(tile + from));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+#else
+  tile.offset(from, 16, 16);  // checks what this lane would read
+  for (int i = 0; i < 4; ++i) a[i] = tile[mma_a_row(i) * stride + lane % 4 + i / 2 * 4];
+#endif
+}
+
+__device__ __forceinline__ void mma_load_b(uint32_t (&b)[2], const Shared<const uint32_t>& tile, int stride) {
+  const int lane = threadIdx.x % 32, from = lane % 8 * stride + lane / 8 % 2 * 4;
+#ifdef __CUDACC__
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(tile + from));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(address)
+               : "memory");
+#else
+  tile.offset(from, 16, 16);
+  for (int i = 0; i < 2; ++i) b[i] = tile[mma_b_column() * stride + lane % 4 + i * 4];
+#endif
 }
 
 // All 32 lanes call it together. It does not order memory.

@@ -44,14 +44,15 @@ const char* text(State state) {
   return "";
 }
 
-// An access outside of a guarded buffer, or a stack that is too small, raises a signal within a fiber. The handler runs
-// on a stack of its own and abandons the run: it jumps back to launch(), which throws.
+// An access outside of a guarded buffer, a stack that is too small, and undefined behaviour where kernels are compiled
+// to trap raise a signal within a fiber. The handler runs on a stack of its own and abandons the run: it jumps back to
+// launch(), which throws.
 sigjmp_buf abandoned;
 const void* volatile fault_address;
 
-void on_signal(int, siginfo_t* info, void*) {
+void on_signal(int signal, siginfo_t* info, void*) {
   fault_address = info->si_addr;
-  siglongjmp(abandoned, 1);
+  siglongjmp(abandoned, signal);
 }
 
 class SignalGuard {
@@ -62,20 +63,18 @@ class SignalGuard {
     struct sigaction action{};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaction(SIGSEGV, &action, &segv_before_);
-    sigaction(SIGBUS, &action, &bus_before_);
+    for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &action, &before_[i]);
   }
   ~SignalGuard() {
-    sigaction(SIGSEGV, &segv_before_, nullptr);
-    sigaction(SIGBUS, &bus_before_, nullptr);
+    for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &before_[i], nullptr);
     sigaltstack(&stack_before_, nullptr);
   }
 
  private:
   std::vector<char> stack_;
   stack_t stack_before_{};
-  struct sigaction segv_before_{};
-  struct sigaction bus_before_{};
+  static constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGILL};
+  struct sigaction before_[3]{};
 };
 
 }  // namespace
@@ -111,7 +110,8 @@ void Machine::launch(const char* kernel, uint3 grid, uint3 block, size_t shared_
     std::reverse(turns_.begin(), turns_.end());
 
   const SignalGuard guard;
-  if (sigsetjmp(abandoned, 1)) {
+  if (const int signal = sigsetjmp(abandoned, 1)) {
+    if (signal == SIGILL) fault("does what is undefined: a misaligned access, or an overflow of an integer");
     std::ostringstream what;
     what << "access to address " << fault_address << ", outside of every buffer (or a stack above 64 KiB)";
     fault(what.str());

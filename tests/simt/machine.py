@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def find() -> tuple[Path | None, str]:
     """The module's file, or None and what is wrong."""
-    folder = Path(os.environ.get("DPKERNELS_SIMT", ROOT / "build" / "cpp"))
+    folder = Path(os.environ.get("DPKERNELS_SIMT", os.path.relpath(ROOT / "build" / "cpp")))
     build = f"build it: cmake -S . -B {folder} -G Ninja && cmake --build {folder}"
     found = sorted(folder.glob("_simt.*.so"))
     if not found:

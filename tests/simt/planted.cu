@@ -25,6 +25,8 @@ __global__ void __launch_bounds__(64) staged_kernel(StagedParams q, Planted plan
     __syncthreads();
   }
   if (planted == Planted::kExited && t == 40) return;
+  if (planted == Planted::kMisaligned) tile[t] = reinterpret_cast<const float4*>(x + t % 4)->x;
+  if (planted == Planted::kOverflow) tile[t] = static_cast<float>(static_cast<int>(t + q.size) * (1 << 30));
   float sum = tile[t ^ 32] + (planted == Planted::kPartial ? __shfl_xor_sync(0xffffu, 0.f, 1) : 0.f);
   if (planted != Planted::kNoTrailingBarrier) __syncthreads();
   tile[t] = sum;
@@ -59,8 +61,8 @@ __global__ void __launch_bounds__(64) tiles_kernel(TilesParams q, Planted plante
     if (planted != Planted::kNoBarrier) __syncthreads();
     const Shared<const uint32_t> pairs = shared_cast<const uint32_t>(shared_slice(memory, step % 2 * kTile, kTile));
     uint32_t left[4], right[2];
-    for (int i = 0; i < 4; ++i) left[i] = pairs[((warp * 16 + mma_a_row(i)) * 16 + mma_a_depth<bfloat16>(i)) / 2];
-    for (int i = 0; i < 2; ++i) right[i] = pairs[((kRows + mma_b_column()) * 16 + mma_b_depth<bfloat16>(i)) / 2];
+    mma_load_a(left, pairs + warp * 16 * 8, 8);
+    mma_load_b(right, pairs + kRows * 8, 8);
     mma<bfloat16>(d, left, right);
     if (planted != Planted::kNoTrailingBarrier) __syncthreads();
   }

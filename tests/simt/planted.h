@@ -23,6 +23,8 @@ enum class Planted {
   kInput,              // an input is written
   kUnwritten,          // shared memory is read before it was written
   kPartial,            // a shuffle of half a warp
+  kMisaligned,         // four floats are read from where they may not lie
+  kOverflow,           // an index is computed in too few bits
 };
 
 struct StagedParams {

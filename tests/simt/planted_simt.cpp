@@ -19,7 +19,9 @@ const std::map<std::string, Planted> kFaults{{"none", Planted::kNone},
                                              {"global", Planted::kGlobal},
                                              {"input", Planted::kInput},
                                              {"unwritten", Planted::kUnwritten},
-                                             {"partial", Planted::kPartial}};
+                                             {"partial", Planted::kPartial},
+                                             {"misaligned", Planted::kMisaligned},
+                                             {"overflow", Planted::kOverflow}};
 
 py::object staged(const py::array& x, const std::string& fault, const std::string& schedule) {
   Call call(schedule);
@@ -55,10 +57,10 @@ const Family planted([](py::module_& m) {
   m.def("product_bfloat16", product<bfloat16>, py::arg("a"), py::arg("b"), py::arg("schedule"));
   m.def("product_half", product<half>, py::arg("a"), py::arg("b"), py::arg("schedule"));
   m.def("intrinsics", intrinsics, py::arg("x"), py::arg("schedule"));
-  // Of common/scalar.h, for every bit pattern.
-  m.def("widen_half", [](uint16_t bits) { return widen(half{bits}); });
-  m.def("narrow_half", [](float x) { return narrow<half>(x).bits; });
-  m.def("narrow_bfloat16", [](float x) { return narrow<bfloat16>(x).bits; });
+  // Of common/scalar.h, element by element.
+  m.def("widen_half", py::vectorize([](uint16_t bits) { return widen(half{bits}); }));
+  m.def("narrow_half", py::vectorize([](float x) { return narrow<half>(x).bits; }));
+  m.def("narrow_bfloat16", py::vectorize([](float x) { return narrow<bfloat16>(x).bits; }));
 });
 
 }  // namespace
