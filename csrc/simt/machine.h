@@ -3,7 +3,8 @@
 // A fiber runs until it waits: at a block barrier, or at an operation of its warp (a barrier, a shuffle, a vote, a
 // matrix product), which all 32 lanes perform together. The schedule says in which order ready fibers run. No result
 // may depend on it, so every kernel is tested under all schedules. What no hardware promises ends the run with a Fault:
-// lanes that wait at different places, barriers that some thread never reaches.
+// lanes that wait at different places, barriers that some thread never reaches. Fibers of a faulty run are abandoned,
+// not unwound: a kernel holds nothing that needs a destructor.
 //
 // Everything here is used by one thread of the CPU at a time; the Python module holds the interpreter lock throughout.
 #pragma once
