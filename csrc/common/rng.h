@@ -64,22 +64,27 @@ DPK_HOST_DEVICE inline void chacha20_block(const Stream& stream, uint32_t domain
   for (int i = 0; i < 16; ++i) out[i] += state[i];
 }
 
+// Word j of a block. The block is never indexed by j, which on the device would move it from registers to memory.
+DPK_HOST_DEVICE inline uint64_t word_of_block(const uint32_t (&block)[16], int64_t j) {
+  uint64_t word = 0;
+  for (int k = 0; k < 8; ++k)
+    if (k == j) word = block[2 * k] | static_cast<uint64_t>(block[2 * k + 1]) << 32;
+  return word;
+}
+
 DPK_HOST_DEVICE inline uint64_t random_word(const Stream& stream, int64_t index) {
   uint32_t block[16];
   const int64_t j = index % kGroupWords / kGroupBlocks;
   const int64_t counter = index / kGroupWords * kGroupBlocks + index % kGroupBlocks;
   chacha20_block(stream, stream.domain, static_cast<uint32_t>(counter), block);
-  return block[2 * j] | static_cast<uint64_t>(block[2 * j + 1]) << 32;
+  return word_of_block(block, j);
 }
 
 // Two more words for each of the 2^34 pairs of indices: four pairs to a block of the extension domain.
 DPK_HOST_DEVICE inline void extension_words(const Stream& stream, int64_t pair, uint64_t (&words)[2]) {
   uint32_t block[16];
   chacha20_block(stream, stream.domain | kExtensionDomain, static_cast<uint32_t>(pair / 4), block);
-  for (int64_t w = 0; w < 2; ++w) {
-    const uint32_t* halves = block + pair % 4 * 4 + w * 2;
-    words[w] = halves[0] | static_cast<uint64_t>(halves[1]) << 32;
-  }
+  for (int64_t w = 0; w < 2; ++w) words[w] = word_of_block(block, pair % 4 * 2 + w);
 }
 
 }  // namespace dpk

@@ -1,18 +1,12 @@
 // The normals of one group of a stream in vector lanes (definition: common/exact_normal.h). Included by a kernel body
 // inside namespace dpk::DPK_ISA, after common/simd.h and common/simd_keystream.h.
-//
-// u and t are taken to 53 and 52 bits and everything is computed in double. For radii within (kLowestRadius2,
-// kHighestRadius2), all but 4e-5 of the pairs, the error is below kFastError:
-//   log       near u = 1, where u is off by 2^-54, r is off by 2^-54 / r <= 2^-47; near u = 2^-18, where n is off by
-//             2^-46 of itself, by 2^-46 / r <= 2^-48; polynomial and arithmetic are off by 2^-51 of r
-//   sin, cos  t, cut to 52 bits, moves them by pi / 2 2^-52; polynomial and arithmetic by 2^-52
-// where r <= 5 multiplies the last two. The other pairs are computed exactly.
 
 using Bits = Vec<uint64_t>;
 using Doubles = Vec<double>;
 
-constexpr double kLowestRadius2 = 0x1p-14, kHighestRadius2 = 24.9;
-constexpr double kFastError = 0x1p-46;
+static inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return a * b + c; }
+
+#include "common/normal_series.h"
 
 static inline Doubles as_doubles(Bits x) { return (Doubles)x; }
 static inline Bits as_bits(Doubles x) { return (Bits)x; }
@@ -59,8 +53,7 @@ static inline Doubles unit_interval(Bits x) {
   return (high - (0x1p20 + 0x1p-12)) + low;
 }
 
-// -2 log(u) for u in [2^-64, 1]. With u = 2^k m, sqrt(1/2) <= m < sqrt(2), and s = (m - 1) / (m + 1), log(m) is
-// 2 s (1 + s^2 P(s^2)), P fitted to 2^-57.
+// -2 log(u) for u in [2^-64, 1]. With u = 2^k m, sqrt(1/2) <= m < sqrt(2), log(m) is a series in (m - 1) / (m + 1).
 static inline Doubles minus_two_log(Doubles u) {
   constexpr uint64_t kRootHalf = 0x3fe6a09e667f3bcd, kOne = 0x3ff0000000000000, kMantissa = 0x000fffffffffffff;
   constexpr double kTwoTo52 = 0x1p52;
@@ -68,13 +61,8 @@ static inline Doubles minus_two_log(Doubles u) {
   const Doubles k = as_doubles(shifted >> 52 | as_bits(Doubles{} + kTwoTo52)) - (kTwoTo52 + 1023);
   const Doubles m = as_doubles((shifted & kMantissa) + kRootHalf);
   const Doubles s = (m - 1.0) / (m + 1.0), z = s * s;
-  const Doubles z2 = z * z;
-  const Doubles p01 = z * 0x1.99999999952e2p-3 + 0x1.5555555555558p-2,
-                p23 = z * 0x1.c71c62e5800a1p-4 + 0x1.2492492df148dp-3;
-  const Doubles p45 = z * 0x1.39fe606542ddep-4 + 0x1.7462b4ab2ef6bp-4;
-  const Doubles p = (p01 + z2 * p23) + z2 * z2 * (p45 + z2 * 0x1.2b584aae78a57p-4);
   const Doubles s4 = s * -4.0;
-  return k * -0x1.62e42fefa39efp+0 + (s4 + s4 * z * p);
+  return k * -0x1.62e42fefa39efp+0 + (s4 + s4 * z * log_series(z));
 }
 
 // Lanes whose error may exceed kFastError.
@@ -85,23 +73,8 @@ static inline Bits outside_fast_range(Doubles radius2) {
 // The radius times the cosine and sine of the angle that m encodes.
 static inline void polar(Doubles radius, Bits m, Doubles& first, Doubles& second) {
   const Doubles t = as_doubles(m << 2 >> 12 | as_bits(Doubles{} + 1.0)) - 1.5, z = t * t;
-  Doubles sine = Doubles{} + 0x1.e3f38399551bfp-25;
-  sine = sine * z - 0x1.e30071afc3e59p-19;
-  sine = sine * z + 0x1.50782fda12d96p-13;
-  sine = sine * z - 0x1.32d2cce2e5b19p-8;
-  sine = sine * z + 0x1.466bc677587f8p-4;
-  sine = sine * z - 0x1.4abbce625be41p-1;
-  sine = sine * z + 0x1.921fb54442d18p+0;
-  Doubles cosine = Doubles{} - 0x1.b2f3eb054afcdp-28;
-  cosine = cosine * z + 0x1.f9ce245cada0bp-22;
-  cosine = cosine * z - 0x1.a6d1eef479be1p-16;
-  cosine = cosine * z + 0x1.e1f5068688d5bp-11;
-  cosine = cosine * z - 0x1.55d3c7e3cb241p-6;
-  cosine = cosine * z + 0x1.03c1f081b5ac0p-2;
-  cosine = cosine * z - 0x1.3bd3cc9be45dep+0;
-  cosine = cosine * z + 1.0;
   const Bits top = Bits{} + (uint64_t{1} << 63);
-  const Doubles a = as_doubles(as_bits(radius * cosine) ^ (m & top)), b = radius * (sine * t);
+  const Doubles a = as_doubles(as_bits(radius * cosine_series(z)) ^ (m & top)), b = radius * (sine_series(z) * t);
   first = choose_by_top_bit(m << 1, a, b);
   second = choose_by_top_bit(m << 1, b, a);
 }

@@ -69,10 +69,6 @@ void box_muller(const BoxMullerParams& q, int64_t begin, int64_t end) {
 #else
 
 namespace dpk {
-int64_t stream_groups(int64_t offset, int64_t count) {
-  return count == 0 ? 0 : (offset + count - 1) / kGroupWords - offset / kGroupWords + 1;
-}
-
 void random_bits_cpu(const StreamParams<int64_t>& params, int64_t begin, int64_t end) {
   DPK_DISPATCH(bits, params, begin, end);
 }

@@ -15,6 +15,7 @@
 #define __constant__ static const
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define threadIdx (::dpk::simt::machine.self->index)
 #define blockIdx (::dpk::simt::machine.block_index)
 #define blockDim (::dpk::simt::machine.block_size)

@@ -5,11 +5,16 @@
 
 #include "common/rng.h"
 
+struct CUstream_st;  // a CUDA stream is a pointer to it
+
 namespace dpk {
 
 enum class UpdateRule { kMean, kSgd, kAdam };
 
-// One parameter; its values are double if `wide`, else float. Unused pointers are null.
+// What values that are neither double nor float are; on the device alone.
+enum class Narrow : uint8_t { kNot, kBfloat16, kHalf };
+
+// One parameter; its values are double if `wide`, else float or `narrow`. Unused pointers are null.
 struct UpdateTensor {
   void* parameter;       // [size]; for kMean what receives the noised mean
   const double* sum;     // [size], the clipped sum
@@ -26,6 +31,7 @@ struct UpdateTensor {
   double second_unbias;  // 1 / sqrt(1 - beta2^t)
   double epsilon;
   bool wide, nesterov, overwrite_first;  // the last: the momentum buffer starts as the gradient
+  Narrow narrow = Narrow::kNot;
 };
 
 struct UpdateParams {
@@ -39,5 +45,8 @@ struct UpdateParams {
 
 // Updates the values whose indices lie in the groups of kGroupWords begin <= g < end.
 void update_cpu(const UpdateParams& params, int64_t begin, int64_t end);
+
+// Updates all values on the device. `tensors` is read on the host, before this returns; its pointers are the device's.
+void update_cuda(const UpdateParams& params, CUstream_st* stream);
 
 }  // namespace dpk

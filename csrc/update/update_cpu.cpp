@@ -28,6 +28,17 @@ namespace {
 #include "common/simd_keystream.h"
 #include "common/simd_normals.h"
 
+// Without an FMA, a call of the library for each value would cost more than all else.
+static inline double multiply_add(double a, double b, double c) {
+#if DPK_VECTOR_BYTES > 16 || defined(__FP_FAST_FMA)
+  return __builtin_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+#include "update/rule.h"
+
 // mean[i] for n values from `sum`, with the integers `noise` or without (null).
 inline void noised_means(const UpdateParams& q, const double* __restrict sum, const double* __restrict noise, int64_t n,
                          double* __restrict mean) {
@@ -35,29 +46,25 @@ inline void noised_means(const UpdateParams& q, const double* __restrict sum, co
     for (int64_t i = 0; i < n; ++i) mean[i] = sum[i] / q.denominator;
     return;
   }
-  constexpr double kShift = 0x1.8p52, kLimit = 0x1p51;
   const double per_grid = 1 / q.grid, unit = q.grid / q.denominator;
-  for (int64_t i = 0; i < n; ++i) {
-    double x = sum[i] * per_grid;
-    x = x < -kLimit ? -kLimit : x;
-    x = x > kLimit ? kLimit : x;
-    mean[i] = (((x + kShift) - kShift) + noise[i]) * unit;
-  }
+  for (int64_t i = 0; i < n; ++i) mean[i] = noised_mean(sum[i], noise[i], per_grid, unit);
 }
 
 template <typename T>
 inline void sgd(const UpdateTensor& t, int64_t at, int64_t n, const double* __restrict mean) {
   T* __restrict p = static_cast<T*>(t.parameter) + at;
   if (!t.first_moment) {
-    for (int64_t i = 0; i < n; ++i) p[i] = static_cast<T>(p[i] - t.rate * (mean[i] + t.decay * p[i]));
+    for (int64_t i = 0; i < n; ++i) {
+      const double g = decayed(t, mean[i], p[i]);
+      p[i] = static_cast<T>(sgd_parameter(t, p[i], g, g));
+    }
     return;
   }
   T* __restrict b = static_cast<T*>(t.first_moment) + at;
   for (int64_t i = 0; i < n; ++i) {
-    const double g = mean[i] + t.decay * p[i];
-    const double momentum = t.overwrite_first ? g : t.keep_first * b[i] + t.add_first * g;
+    const double g = decayed(t, mean[i], p[i]), momentum = sgd_momentum(t, b[i], g);
     b[i] = static_cast<T>(momentum);
-    p[i] = static_cast<T>(p[i] - t.rate * (t.nesterov ? g + t.keep_first * momentum : momentum));
+    p[i] = static_cast<T>(sgd_parameter(t, p[i], g, momentum));
   }
 }
 
@@ -68,9 +75,9 @@ inline void adam(const UpdateTensor& t, int64_t at, int64_t n, const double* __r
   T* __restrict v = static_cast<T*>(t.second_moment) + at;
   double first[kGroupWords], root[kGroupWords];
   for (int64_t i = 0; i < n; ++i) {
-    const double g = mean[i] + t.decay * p[i];
-    first[i] = t.keep_first * m[i] + t.add_first * g;
-    root[i] = t.keep_second * v[i] + (1 - t.keep_second) * g * g;
+    const double g = decayed(t, mean[i], p[i]);
+    first[i] = adam_first(t, m[i], g);
+    root[i] = adam_second(t, v[i], g);
     m[i] = static_cast<T>(first[i]);
     v[i] = static_cast<T>(root[i]);
   }
@@ -83,8 +90,7 @@ inline void adam(const UpdateTensor& t, int64_t at, int64_t n, const double* __r
   }
   for (int64_t i = n; i % kLanes<double> != 0; ++i) root[i] = 0;
   for (int64_t i = 0; i < n; i += kLanes<double>) store<double>(root + i, vector_sqrt<double>(load<double>(root + i)));
-  for (int64_t i = 0; i < n; ++i)
-    p[i] = static_cast<T>(t.shrink * p[i] - t.rate * first[i] / (root[i] * t.second_unbias + t.epsilon));
+  for (int64_t i = 0; i < n; ++i) p[i] = static_cast<T>(adam_parameter(t, p[i], first[i], root[i]));
 }
 
 template <typename T>
