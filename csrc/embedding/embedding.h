@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+struct CUstream_st;  // a CUDA stream is a pointer to it
+
 namespace dpk {
 
 template <typename T>
@@ -33,5 +35,12 @@ template <typename T>
 void embedding_clipped_sums_cpu(const EmbeddingParams<T>& params, int64_t begin, int64_t end);
 
 int64_t embedding_sum_tasks(int64_t num_embeddings, int64_t dim);
+
+// The whole batch on the device; both fill the order themselves. Every index is that of a row of the table. T: float,
+// bfloat16, half.
+template <typename T>
+void embedding_squared_norms_cuda(const EmbeddingParams<T>& params, CUstream_st* stream);
+template <typename T>
+void embedding_clipped_sums_cuda(const EmbeddingParams<T>& params, CUstream_st* stream);
 
 }  // namespace dpk
