@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,13 +28,13 @@ def mixed(first: int = 0) -> list[torch.dtype]:
     return [DTYPES[(first + k) % 4] for k in range(len(SIZES))]
 
 
-def empty() -> list[Tensor]:
-    return [torch.empty(0)] * len(SIZES)
+def empty_like(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.new_empty(0) for t in tensors]
 
 
 def run(simt: Machine, rule: str, states: list[list[Tensor]], sums: list[Tensor], noise: Any, **settings: Any) -> None:
     """Updates parameters and moments (``states``: up to four lists of tensors) in place."""
-    lists = states + [empty()] * (4 - len(states))
+    lists = states + [empty_like(states[0])] * (4 - len(states))
     each = [{"shrink": 1.0, **{k: float(v) for k, v in settings.items()}}] * len(SIZES)
     got = simt.update(rule, lists[0], sums, *lists[1:], each, denominator=DENOMINATOR, **noise)
     changed = [t for ts in zip(*lists, strict=True) for t in ts if t.numel()]
@@ -104,10 +105,6 @@ def test_sgd(simt: Machine, noise: dict[str, Any], options: dict[str, Any]) -> N
     assert_same(states, want)
 
 
-def empty_like(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.new_empty(0) for t in tensors]
-
-
 @pytest.mark.parametrize("noise", [NO_NOISE, NOISE], ids=["plain", "noise"])
 @pytest.mark.parametrize("decoupled", [False, True], ids=["adam", "adamw"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
@@ -119,8 +116,8 @@ def test_adam(simt: Machine, noise: dict[str, Any], decoupled: bool, amsgrad: bo
     for step in (1, 2):
         sums = tensors([torch.float64] * len(SIZES))
         largest = want[3] if amsgrad else empty_like(want[0])
-        options = {"steps": step, "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
-        adam_update(*want[:1], sums, *want[1:3], largest, **options, decoupled=decoupled, denominator=DENOMINATOR, **noise)
+        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "decoupled": decoupled}
+        adam_update(want[0], sums, *want[1:3], largest, steps=step, **options, denominator=DENOMINATOR, **noise)
         run(
             simt,
             "adam",
@@ -140,20 +137,15 @@ def test_adam(simt: Machine, noise: dict[str, Any], decoupled: bool, amsgrad: bo
 
 
 def test_nothing_to_update(simt: Machine) -> None:
+    """No tensors, or none with values: nothing is launched."""
+    before = simt.module.launches()
     for count in (0, 2):
-        nothing = [torch.empty(0)] * count
-        args = [nothing, [t.double() for t in nothing], nothing, nothing, nothing, [{}] * count]
-        got = simt.module.update(
-            "sgd", *[to_arrays(a) for a in args], denominator=1.0, **{**NOISE, "key": KEY.numpy()}, schedule=SCHEDULE
-        )
-        assert got == ()
-
-
-SCHEDULE = "forward/eager"
-
-
-def to_arrays(values: list[Any]) -> list[Any]:
-    return [v.numpy() if isinstance(v, Tensor) else v for v in values]
+        none = [np.empty(0, np.float32)] * count
+        sums = [np.empty(0)] * count
+        noise = {**NOISE, "key": KEY.numpy()}
+        arguments = ("sgd", none, sums, none, none, none, [{}] * count)
+        assert simt.module.update(*arguments, denominator=1.0, **noise, schedule=simt.module.SCHEDULES[0]) == ()
+    assert simt.module.launches() == before
 
 
 @pytest.mark.parametrize("count", [28, 29, 300])
