@@ -105,7 +105,7 @@ __device__ __forceinline__ double sum_scales(const double* scales, const int64_t
   return sum;
 }
 
-// Blocks: [batch].
+// Blocks: [batch]. Dynamic shared memory: 32768 bytes where keys are sorted there.
 template <bool kShared, typename T>
 __global__ void __launch_bounds__(kThreads) embedding_squared_norms_kernel(EmbeddingParams<T> q) {
   constexpr int kWarps = kThreads / kWarp;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) embedding_squared_norms_kernel(Embed
       bag ? (sums[0] + static_cast<double>(n) * kLeast) * (sums[1] + static_cast<double>(q.dim) * kLeast) : sums[0];
 }
 
-// Blocks: [batch].
+// Blocks: [batch]. Dynamic shared memory: 32768 bytes where keys are sorted there.
 template <bool kShared, typename T>
 __global__ void __launch_bounds__(kThreads) embedding_order_kernel(EmbeddingParams<T> q) {
   sort_positions<kShared>(q, blockIdx.x);
