@@ -11,7 +11,7 @@
 namespace dpk {
 namespace {
 
-__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+DPK_HOST_DEVICE inline double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
 #include "common/normal_series.h"
 
