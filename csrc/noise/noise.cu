@@ -1,5 +1,4 @@
-// Random words and Gaussian noise on the device: the values of noise_cpu.cpp, words and integers on the grid to the
-// bit.
+// Random words and Gaussian noise on the device: the very words of noise_cpu.cpp, and the same multiples of the grid.
 //
 // A lane computes one ChaCha20 block and a warp two groups of 128 values, which lie side by side. Nothing is read from
 // memory, 8 bytes are written per value; the 120 integer operations of ChaCha20 for each value take longer than that.

@@ -20,18 +20,20 @@ py::object fill(F launch, const py::array& key, int64_t domain, int64_t step, in
 
 py::object random_bits(const py::array& key, int64_t domain, int64_t step, int64_t offset, int64_t count,
                        bool on_device, const std::string& schedule) {
-  return fill<int64_t>(random_bits_cuda, key, domain, step, offset, count, 0, 0, on_device, schedule);
+  return fill<int64_t>([](auto... a) { random_bits_cuda(a...); }, key, domain, step, offset, count, 0, 0, on_device,
+                       schedule);
 }
 
 py::object gaussian(const py::array& key, int64_t domain, int64_t step, int64_t offset, int64_t count, bool on_device,
                     const std::string& schedule) {
-  return fill<double>(gaussian_cuda, key, domain, step, offset, count, 0, 0, on_device, schedule);
+  return fill<double>([](auto... a) { gaussian_cuda(a...); }, key, domain, step, offset, count, 0, 0, on_device,
+                      schedule);
 }
 
 py::object grid_gaussian(const py::array& key, int64_t domain, int64_t step, int64_t offset, int64_t count,
                          double noise_std, double grid, bool on_device, const std::string& schedule) {
-  return fill<double>(grid_gaussian_cuda, key, domain, step, offset, count, noise_std / grid, grid, on_device,
-                      schedule);
+  return fill<double>([](auto... a) { grid_gaussian_cuda(a...); }, key, domain, step, offset, count, noise_std / grid,
+                      grid, on_device, schedule);
 }
 
 const Family noise([](py::module_& m) {
