@@ -1,7 +1,7 @@
 """Features that cost no privacy, and normalization that costs little."""
 
 from dpkernels.features.normalization import GroupNorm, NormRelease, PrivateDataNorm
-from dpkernels.features.public import PublicStatistics, public_statistics, synthetic_images
+from dpkernels.features.public import PublicStatistics, PublicWhitening, public_statistics, synthetic_images
 from dpkernels.features.scatternet import ScatterNet
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "NormRelease",
     "PrivateDataNorm",
     "PublicStatistics",
+    "PublicWhitening",
     "ScatterNet",
     "public_statistics",
     "synthetic_images",

@@ -8,16 +8,19 @@ they differ by a factor of 300 among themselves.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IMAGES = 1000
 SEED = 0
+WHITENING_VERSION = 1
+_RIDGE = 0.01
 _CONTRAST = 0.2  # standard deviation of grey, where 1 is white
 _AXES = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])  # grey, red to blue, magenta to green
 _SPREAD = np.array([1.0, 0.3, 0.12])  # along these
@@ -47,11 +50,12 @@ def synthetic_images(count: int, shape: Sequence[int], *, seed: int = SEED) -> T
 class PublicStatistics:
     """Of features of synthetic images, by channel.
 
-    mean, std: float64 [channels].
+    mean, std: float64 [channels]. correlation: float64 [channels, channels].
     """
 
     mean: Tensor
     std: Tensor
+    correlation: Tensor
 
 
 def public_statistics(
@@ -69,4 +73,50 @@ def public_statistics(
     mean, std = features.mean((0, 2)), features.var((0, 2), correction=0).sqrt()
     if not (std > 0).all():
         raise ValueError(f"transform must give channels that vary, got {int((std == 0).sum())} that do not")
-    return PublicStatistics(mean, std)
+    units = ((features - mean[:, None]) / std[:, None]).transpose(0, 1).flatten(1)
+    return PublicStatistics(mean, std, units @ units.T / units.shape[1])
+
+
+class PublicWhitening(nn.Module):
+    """Features with less correlation between channels, by statistics of synthetic images: [batch, channels, ...].
+
+    x -> R^-power (x - mean) / std, with R the public correlation, and its eigenvalues raised by 1% of their mean. The
+    channels of a ScatterNet say much the same of an image, and the gradients of a model on them have few directions,
+    while the noise has all. A power of 1/2 would whiten wholly and raise what is noise in the features as well.
+
+    It has no parameters, depends on each example alone and costs no privacy.
+    """
+
+    mean: Tensor
+    matrix: Tensor
+
+    def __init__(self, public: PublicStatistics, power: float = 0.25) -> None:
+        super().__init__()
+        if isinstance(power, bool) or not isinstance(power, (int, float)) or not 0 <= power <= 0.5:
+            raise ValueError(f"power must be a number with 0 <= power <= 0.5, got {power!r}")
+        values, vectors = torch.linalg.eigh(public.correlation)
+        raised = values.clamp(min=0) + _RIDGE * values.mean()
+        self.power = power
+        self.register_buffer("mean", public.mean.clone())
+        self.register_buffer("matrix", (vectors * raised.pow(-power)) @ vectors.T / public.std)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the map: another one for other statistics or another power."""
+        seen = hashlib.sha256(f"PublicWhitening {WHITENING_VERSION} {self.power}".encode())
+        for tensor in (self.mean, self.matrix):
+            seen.update(tensor.float().numpy().data)
+        return seen.hexdigest()
+
+    @torch.no_grad()
+    def forward(self, features: Tensor) -> Tensor:
+        """The features, decorrelated, in their own dtype. Raises ValueError for another number of channels."""
+        if features.dim() < 2 or features.size(1) != len(self.mean):
+            raise ValueError(f"features must be [batch, {len(self.mean)}, ...], got {tuple(features.shape)}")
+        rows = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
+        centred = rows - self.mean.to(rows.dtype)[:, None]
+        return torch.matmul(self.matrix.to(rows.dtype), centred).view(features.shape)
+
+    def extra_repr(self) -> str:
+        """What repr() shows."""
+        return f"{len(self.mean)}, power={self.power:g}"

@@ -18,7 +18,7 @@ from dpkernels.features import NormRelease
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine")
-FEATURES = ("none", "scatternet")
+FEATURES = ("none", "scatternet", "scatternet-whitened")
 NORMALIZATIONS = ("none", "group", "public", "private")
 LARGEST_DELTA = 1e-5
 
@@ -50,7 +50,8 @@ class TrainConfig:
     warmup: float = 0.0
     """Fraction of all steps over which the learning rate rises from 0."""
     features: str = "none"
-    """What images are replaced by before training: "none" or "scatternet"."""
+    """What images are replaced by before training: "none", "scatternet", or "scatternet-whitened", where its channels
+    are decorrelated by statistics of synthetic images."""
     normalization: str = "none"
     """Of the model's input: "none", "group" (each example alone), "public" (by statistics of synthetic images) or
     "private" (by statistics of the training data, which are part of the plan)."""

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpkernels import models
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
 from dpkernels.data import ImageDataset, PoissonLoader, with_features
-from dpkernels.features import GroupNorm, PrivateDataNorm, ScatterNet, public_statistics
+from dpkernels.features import GroupNorm, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.training import report
@@ -121,10 +121,16 @@ class _Run:
         execution: Execution,
         progress: Progress,
     ) -> None:
-        self.dataset = prepared(config, dataset)
+        features = features_of(config, dataset.input_shape)
+        self.dataset = dataset
+        if features is not None:
+            shape, fingerprint = features.shape, features.fingerprint
+            self.dataset = with_features(
+                dataset.scaled(*PIXELS), features.transform, shape=shape, fingerprint=fingerprint
+            )
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
-        self.model = build_model(config, self.dataset, dataset.input_shape).to(execution.device)
+        self.model = build_model(config, self.dataset, features, dataset.input_shape).to(execution.device)
         self.optimizer = build_optimizer(config, plan, self.model, ledger)
         self.history: list[EpochResult] = []
         self.seconds = 0.0
@@ -261,20 +267,34 @@ class _Run:
         return document
 
 
-def prepared(config: TrainConfig, dataset: ImageDataset) -> ImageDataset:
-    """The data set as the model sees it: with the features of `config` instead of its images."""
+@dataclass(frozen=True)
+class Features:
+    """What images are replaced by before training: of each image alone, and free of privacy."""
+
+    transform: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+    fingerprint: str
+
+
+def features_of(config: TrainConfig, image_shape: tuple[int, ...]) -> Features | None:
+    """Those that `config` names, for images of `image_shape`; None where the model sees the images."""
     if config.features == "none":
-        return dataset
-    dataset = dataset.scaled(*PIXELS)
-    net = ScatterNet(dataset.input_shape)
-    return with_features(dataset, net, shape=net.feature_shape, fingerprint=net.fingerprint)
+        return None
+    net = ScatterNet(image_shape)
+    if config.features == "scatternet":
+        return Features(net, net.feature_shape, net.fingerprint)
+    whitening = PublicWhitening(public_statistics(net, image_shape, value_range=PIXELS))
+    fingerprint = f"{net.fingerprint} {whitening.fingerprint}"
+    return Features(nn.Sequential(net, whitening), net.feature_shape, fingerprint)
 
 
-def build_model(config: TrainConfig, dataset: ImageDataset, image_shape: tuple[int, ...]) -> nn.Module:
+def build_model(
+    config: TrainConfig, dataset: ImageDataset, features: Features | None, image_shape: tuple[int, ...]
+) -> nn.Module:
     """The untrained model; the same initial weights for the same seed. torch's own generator is left as it was.
 
     Where the configuration has a normalization it comes first, by public statistics at most: the private ones are
-    released later. image_shape: of the images that `dataset` was prepared from.
+    released later. features: what `dataset` has instead of images of `image_shape`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
@@ -284,7 +304,8 @@ def build_model(config: TrainConfig, dataset: ImageDataset, image_shape: tuple[i
     if config.normalization == "group":
         assert config.groups is not None
         return nn.Sequential(GroupNorm(config.groups, dataset.input_shape[0]), network)
-    public = public_statistics(ScatterNet(image_shape), image_shape, value_range=PIXELS)
+    assert features is not None
+    public = public_statistics(features.transform, image_shape, value_range=PIXELS)
     return nn.Sequential(PrivateDataNorm(public.mean, public.std), network)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpkernels.features import ScatterNet, public_statistics, synthetic_images
+from dpkernels.features import PublicWhitening, ScatterNet, public_statistics, synthetic_images
 
 
 def test_images_are_reproducible_and_in_range() -> None:
@@ -41,3 +41,30 @@ def test_statistics_are_those_of_the_features() -> None:
     torch.testing.assert_close(public.std, features.std(1, correction=0))
     with pytest.raises(ValueError, match="channels that vary, got 1 that do not"):
         public_statistics(torch.zeros_like, (1, 8, 8), count=10)
+
+
+def test_whitening_removes_public_correlation() -> None:
+    net = ScatterNet((1, 8, 8), J=1, L=2)
+    public = public_statistics(net, (1, 8, 8), count=200)
+    features = net(synthetic_images(200, (1, 8, 8))).double()
+
+    def correlation(x: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(0, 1).flatten(1)
+        return rows @ rows.T / rows.shape[1]
+
+    for power in (0.0, 0.25, 0.5):
+        whitening = PublicWhitening(public, power)
+        values, vectors = torch.linalg.eigh(public.correlation)
+        raised = values + 0.01 * values.mean()
+        expected = (vectors * values * raised ** (-2 * power)) @ vectors.T
+        torch.testing.assert_close(correlation(whitening(features)), expected, rtol=1e-5, atol=1e-8)
+    assert PublicWhitening(public, 0.5)(features[:0]).shape == features[:0].shape
+    flat = whitening(features[..., 0, 0])
+    torch.testing.assert_close(flat, whitening(features)[..., 0, 0])
+    assert whitening(features.float()).dtype == torch.float32
+    assert whitening.fingerprint != PublicWhitening(public, 0.25).fingerprint
+    assert whitening.fingerprint == PublicWhitening(public, 0.5).fingerprint
+    with pytest.raises(ValueError, match=r"power must be a number with 0 <= power <= 0\.5, got 0\.6"):
+        PublicWhitening(public, 0.6)
+    with pytest.raises(ValueError, match=r"features must be \[batch, 3, \.\.\.\], got \(2, 4\)"):
+        whitening(torch.zeros(2, 4))

@@ -70,7 +70,7 @@ def test_an_unknown_recipe() -> None:
         ({"groups": 9}, "groups must be given with normalization='group' and only then"),
         ({"normalization": "public"}, "normalization must be none or group without features"),
         ({"norm_noise_multiplier": 8.0}, "norm_noise_multiplier must be given with normalization='private'"),
-        ({"features": "sift"}, "features must be one of none, scatternet"),
+        ({"features": "sift"}, "features must be one of none, scatternet, scatternet-whitened"),
         ({"normalization": "batch"}, "normalization must be one of none, group, public, private"),
         ({"norm_noise_multiplier": 0.0}, "norm_noise_multiplier must be a finite number > 0"),
     ],
@@ -93,7 +93,7 @@ def on_features(
     small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TrainConfig]:
     monkeypatch.setenv("DPKERNELS_CACHE", str(tmp_path / "cache"))
-    return lambda **changes: small(features="scatternet", **changes)
+    return lambda **changes: small(**{"features": "scatternet", **changes})
 
 
 def test_a_run_pays_for_its_statistics(
@@ -144,7 +144,14 @@ def test_statistics_that_were_lost_are_not_made_again(
         run(None, tmp_path / "killed", resume=True)
 
 
-@pytest.mark.parametrize("changes", [{"normalization": "public"}, {"normalization": "group", "groups": 27}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalization": "public"},
+        {"normalization": "group", "groups": 27},
+        {"normalization": "public", "features": "scatternet-whitened"},
+    ],
+)
 def test_normalization_that_is_free(
     on_features: Callable[..., TrainConfig], digits: ImageDataset, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
