@@ -91,7 +91,11 @@ class _Observer(GhostClipper):
 
 def records(model: str, batch: int | None = None) -> list[Record]:
     """The records of one step of a model in :data:`MODELS`, in the order of its layers."""
-    network, x, y = MODELS[model].make(batch)
+    return records_of(*MODELS[model].make(batch))
+
+
+def records_of(network: nn.Module, x: Tensor, y: Tensor) -> list[Record]:
+    """The records of one step on examples [batch, ...] with labels [batch], in the order of the layers."""
     observer = _Observer(network)
     with observer:
         observer.backward(F.cross_entropy(network(x), y, reduction="none"))

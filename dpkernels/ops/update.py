@@ -203,6 +203,8 @@ def _check(
         raise ValueError(f"denominator must be a positive number, got {denominator}")
     if noise_std == 0:
         return torch.empty(0, dtype=torch.uint8)
+    if params and params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph would repeat the noise: leave step() out of the capture")
     require_grid(noise_std, grid)
     if key is None:
         raise TypeError("key must be given where noise_std is not 0, got None")
