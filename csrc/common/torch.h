@@ -100,8 +100,8 @@ inline void check_input(const Tensor& t, const char* name, int64_t dim, ScalarTy
 
 inline void check_size(bool equal, const char* what) { STD_TORCH_CHECK(equal, "sizes do not match: ", what); }
 
-// Calls f(T{}) for the types that the kernels know on this device. On the CPU the wrappers widen half precision; on CUDA
-// only what reads stored gradients takes float64.
+// Calls f(T{}) for the types that the kernels know on this device. On the CPU the wrappers widen half precision; on
+// CUDA only what reads stored gradients takes float64.
 enum class Wide { kOnCpu, kEverywhere };
 template <Wide kWide = Wide::kOnCpu, typename F>
 void for_dtype(const Tensor& t, F f) {
@@ -110,13 +110,14 @@ void for_dtype(const Tensor& t, F f) {
 #if defined(USE_CUDA)
   if (type == ScalarType::BFloat16) return f(bfloat16{});
   if (type == ScalarType::Half) return f(half{});
-  if constexpr (kWide == Wide::kOnCpu)
-    STD_TORCH_CHECK(false, "dtype must be float32, bfloat16 or float16 on CUDA; float64 runs on the CPU");
-  else
+  constexpr bool kTakesDouble = kWide == Wide::kEverywhere;
+#else
+  constexpr bool kTakesDouble = true;
 #endif
-    if (type == ScalarType::Double)
-      return f(double{});
-  STD_TORCH_CHECK(false, "dtype must be floating-point; on the CPU the kernels know float32 and float64");
+  if constexpr (kTakesDouble)
+    if (type == ScalarType::Double) return f(double{});
+  STD_TORCH_CHECK(false, "dtype must be float32 or float64 on the CPU, float32, bfloat16 or float16 on CUDA",
+                  kTakesDouble ? ", or float64" : "");
 }
 
 // What values of T are computed with: acc_t<T> of common/scalar.h.
@@ -144,14 +145,16 @@ void run([[maybe_unused]] int64_t n, [[maybe_unused]] int64_t work, [[maybe_unus
 #endif
 }
 
-// A random stream from an operator's arguments; key: uint8 [32], its words in little-endian order (RFC 8439, 2.3).
+// A random stream from an operator's arguments; key: uint8 [32], its words in little-endian order (RFC 8439, 2.3). A
+// key on another device than the CPU is left to the kernels, and stays 0 here.
 inline Stream stream_of(const Tensor& key, int64_t domain, int64_t step) {
-  check_input(key, "key", 1, ScalarType::Byte);
-  STD_TORCH_CHECK(key.size(0) == 32, "key must have 32 bytes, got ", key.size(0));
+  STD_TORCH_CHECK(key.dim() == 1 && key.size(0) == 32 && key.scalar_type() == ScalarType::Byte && key.is_contiguous(),
+                  "key must be 32 contiguous bytes");
   STD_TORCH_CHECK(0 <= domain && domain < kExtensionDomain, "domain must be in [0, 2^31), got ", domain);
   STD_TORCH_CHECK(step >= 0, "step must not be negative, got ", step);
   Stream stream{{}, static_cast<uint32_t>(domain), static_cast<uint64_t>(step)};
-  for (int i = 0; i < 32; ++i) stream.key[i / 4] |= static_cast<uint32_t>(data<uint8_t>(key)[i]) << (i % 4 * 8);
+  for (int i = 0; key.is_cpu() && i < 32; ++i)
+    stream.key[i / 4] |= static_cast<uint32_t>(data<uint8_t>(key)[i]) << (i % 4 * 8);
   return stream;
 }
 
