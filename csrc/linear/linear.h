@@ -4,6 +4,10 @@
 
 #include <cstdint>
 
+#include "common/scalar.h"
+
+struct CUstream_st;  // a CUDA stream is a pointer to it
+
 namespace dpk {
 
 template <typename T>
@@ -13,6 +17,9 @@ struct LinearNormParams {
   double* squared_norms;  // [batch]
   int64_t positions, in_features, out_features;
   bool weight, bias;  // which parameters count
+  // Of the device alone:
+  double* scratch = nullptr;  // [linear_norm_scratch(*this, batch)]
+  bool tf32 = false;          // floats may be rounded to tf32
 };
 
 template <typename T>
@@ -23,6 +30,9 @@ struct LinearSumParams {
   double* weight_sum;     // [out_features, in_features] or null
   double* bias_sum;       // [out_features] or null
   int64_t batch, positions, in_features, out_features;
+  // Of the device alone:
+  double* scratch = nullptr;  // [linear_sum_scratch(*this)]
+  bool tf32 = false;          // floats may be rounded to tf32
 };
 
 template <typename T>
@@ -48,5 +58,20 @@ template <typename T>
 void linear_clipped_sums_cpu(const LinearSumParams<T>& params, int64_t begin, int64_t end);
 
 int64_t linear_sum_tasks(int64_t in_features, int64_t out_features);
+
+// The whole batch on the device. T: float, double, bfloat16, half. A norm is never below that of what the sum adds if
+// both are told the same of tf32.
+template <typename T>
+void linear_forward_cuda(const LinearForwardParams<T>& params, int64_t rows, CUstream_st* stream);
+template <typename T>
+void linear_squared_norms_cuda(const LinearNormParams<T>& params, int64_t batch, CUstream_st* stream);
+template <typename T>
+void linear_clipped_sums_cuda(const LinearSumParams<T>& params, CUstream_st* stream);
+
+// Numbers of doubles that they need to work in.
+template <typename T>
+int64_t linear_norm_scratch(const LinearNormParams<T>& params, int64_t batch);
+template <typename T>
+int64_t linear_sum_scratch(const LinearSumParams<T>& params);
 
 }  // namespace dpk
