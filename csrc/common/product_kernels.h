@@ -42,9 +42,9 @@ int64_t product_slices(const ProductShape& s) {
   return std::clamp<int64_t>(kBlocks / std::max<int64_t>(1, product_partials<T>(s)), 1, most);
 }
 
-// kPieces: whether an example's positions come in several pieces, which are joined before they are squared.
-template <typename T, bool kTf32, int kM, bool kLast, bool kPieces>
-__global__ void __launch_bounds__(64 * kM)
+// Tiles need up to 168 registers: three blocks of 128 threads on a multiprocessor, or six of 64.
+template <typename T, bool kTf32, int kM, bool kLast>
+__global__ void __launch_bounds__(64 * kM, 6 / kM)
     product_norms_kernel(const ProductShape s, const ProductTiles tiles, const T* input, const T* output_grads,
                          acc_t<T>* stored, double* partials) {
   using Tile = ProductTile<T, kTf32, kM, 2, kLast>;
@@ -54,10 +54,16 @@ __global__ void __launch_bounds__(64 * kM)
   DPK_SHARED(double, scratch, 2 * Sizes::kThreads / 32);
   const int64_t count = int64_t{s.groups} * tiles.tiles_m * tiles.tiles_n, b = blockIdx.x / count;
   const Tile tile(s, tiles, input, output_grads, blockIdx.x % count, shared, table);
+  double values[Tile::kValues] = {}, squares[2] = {};
+  tile.run(b, b + 1, nullptr, [&](int v, double x, int64_t) {
+    values[v] += x;
+    squares[1] = fma(x, x, squares[1]);
+  });
   const int64_t outputs = int64_t{s.groups} * s.outputs;
-  double squares[2] = {};
-  const auto square = [&](int v, double x) {
-    if (!tile.valid(v)) return;
+#pragma unroll
+  for (int v = 0; v < Tile::kValues; ++v) {
+    if (!tile.valid(v)) continue;
+    double x = values[v];
     if (stored) {
       const float kept = static_cast<float>(x);
       const int64_t row = b * s.rows + tile.weight_row(tile.row(v));
@@ -65,24 +71,13 @@ __global__ void __launch_bounds__(64 * kM)
       x = static_cast<double>(kept);
     }
     squares[0] = fma(x, x, squares[0]);
-  };
-  if constexpr (kPieces) {
-    double values[Tile::kValues] = {};
-    tile.run(b, b + 1, nullptr, [&](int v, double x, int64_t) {
-      values[v] += x;
-      squares[1] = fma(x, x, squares[1]);
-    });
-#pragma unroll
-    for (int v = 0; v < Tile::kValues; ++v) square(v, values[v]);
-  } else {
-    tile.run(b, b + 1, nullptr, [&](int v, double x, int64_t) { square(v, x); });
   }
   block_sums<Sizes::kThreads>(squares, scratch);
   if (threadIdx.x < 2) partials[2 * int64_t{blockIdx.x} + threadIdx.x] = threadIdx.x ? squares[1] : squares[0];
 }
 
 template <typename T, bool kTf32, int kM, bool kLast>
-__global__ void __launch_bounds__(64 * kM)
+__global__ void __launch_bounds__(64 * kM, 6 / kM)
     product_sums_kernel(const ProductShape s, const ProductTiles tiles, const T* input, const T* output_grads,
                         const double* weights, double* sums, int64_t slices) {
   using Tile = ProductTile<T, kTf32, kM, 2, kLast>;
@@ -251,14 +246,8 @@ void launch_product_norms(const ProductShape& s, const T* input, const T* output
   if constexpr (!std::is_same_v<T, double>) {
     const ProductTiles tiles(s, input, output_grads);
     for_tile<T, kLastOnly>(tiles, tf32, [&](auto fast, auto m, auto last) {
-      const auto launch = [&](auto pieces) {
-        DPK_LAUNCH((product_norms_kernel<T, fast.value, m.value, last.value, pieces.value>), blocks, 64 * m.value, 0,
-                   stream, s, tiles, input, output_grads, stored, partials);
-      };
-      if (s.positions > kPiece)
-        launch(std::true_type());
-      else
-        launch(std::false_type());
+      DPK_LAUNCH((product_norms_kernel<T, fast.value, m.value, last.value>), blocks, 64 * m.value, 0, stream, s, tiles,
+                 input, output_grads, stored, partials);
     });
   }
 }

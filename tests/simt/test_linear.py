@@ -59,3 +59,56 @@ def test_forward(simt: Machine, shape: tuple[int, int, int], dtype: torch.dtype)
         close = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(outputs.double(), want[0], rtol=close, atol=10 * close)
         torch.testing.assert_close(squares, want[1], rtol=1e-14, atol=0)
+
+
+def test_tf32(simt: Machine) -> None:
+    a, g, w = example((2, 9, 40, 33), torch.float32)
+    norms, sums = simt.linear_squared_norms(a, g, tf32=True), simt.linear_clipped_sums(a, g, w, tf32=True)
+    torch.testing.assert_close(norms, reference.linear_squared_norms(a.double(), g.double()), rtol=2e-3, atol=0)
+    want = reference.linear_clipped_sums(a.double(), g.double(), w)
+    torch.testing.assert_close(sums[0], want[0], rtol=0, atol=2e-2)
+    torch.testing.assert_close(sums[1], want[1], rtol=1e-13, atol=1e-13)
+
+
+def test_slices_of_the_batch(simt: Machine) -> None:
+    for positions in (1, 2):
+        a, g, w = example((70, positions, 3, 2), torch.float32)
+        for got, want in zip(
+            simt.linear_clipped_sums(a, g, w), reference.linear_clipped_sums(a.double(), g.double(), w), strict=True
+        ):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12 if positions == 1 else 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 40, 5), (3, 9, 12, 7)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_examples(simt: Machine, shape: tuple[int, ...], bad: float) -> None:
+    """They have a non-finite norm, leave others alone, and are skipped where their weight is 0."""
+    a, g, w = example(shape, torch.float32)
+    w[1] = 0
+    norms, sums = simt.linear_squared_norms(a, g), simt.linear_clipped_sums(a, g, w)
+    a[1, 0, 3] = g[1, 0, 2] = bad
+    after = simt.linear_squared_norms(a, g)
+    assert torch.equal(after[[0, 2]], norms[[0, 2]])
+    assert not after[1].isfinite()
+    for got, want in zip(simt.linear_clipped_sums(a, g, w), sums, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_large_values_do_not_overflow(simt: Machine, positions: int) -> None:
+    a, g, _ = example((2, positions, 5, 3), torch.float32)
+    a[0], g[0] = a[0] * 1e30, g[0] * 1e25
+    want = reference.linear_squared_norms(a.double(), g.double())
+    torch.testing.assert_close(simt.linear_squared_norms(a, g), want, rtol=1e-6, atol=0)
+
+
+def test_parameters_are_optional(simt: Machine) -> None:
+    for positions in (1, 3):
+        a, g, _ = example((2, positions, 5, 3), torch.float32)
+        alone = [simt.linear_squared_norms(a, g, weight=w, bias=not w) for w in (True, False)]
+        torch.testing.assert_close(sum(alone), simt.linear_squared_norms(a, g), rtol=1e-14, atol=0)
+        assert not simt.linear_squared_norms(a, g, weight=False, bias=False).any()
+        w = torch.rand(2, dtype=torch.float64)
+        both = simt.linear_clipped_sums(a, g, w)
+        assert torch.equal(simt.linear_clipped_sums(a, g, w, bias=False), both[0])
+        assert torch.equal(simt.linear_clipped_sums(a, g, w, weight=False), both[1])
