@@ -36,7 +36,7 @@ lint: $(STAMPS)/lint ## Check style, types and formatting
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	clang-format --dry-run -Werror $(shell find csrc tests/cpp tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	clang-format --dry-run -Werror $(shell find csrc tests/cpp tests/simt -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 build: $(STAMPS)/build ## Make .venv and build dpkernels in it; the other targets do it first
 

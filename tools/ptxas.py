@@ -131,7 +131,8 @@ def compile_file(source: Path, to: Path, nvcc: str) -> list[str]:
         if result.returncode:
             return [result.stdout + result.stderr]
         ptx = "\n".join(path.read_text() for path in Path(kept).glob("*.ptx"))
-    text = "".join(path.read_text() for path in sorted(source.parent.glob("*.cu*")))
+    shared = (ROOT / "csrc" / "common").glob("*.cuh")
+    text = "".join(path.read_text() for path in sorted([*source.parent.glob("*.cu*"), *shared]))
     kernels = parse(result.stdout + result.stderr, ptx, text)
     faults = [fault for kernel in kernels for fault in kernel.faults()]
     if not faults:
@@ -151,9 +152,11 @@ def table(reports: list[Path]) -> str:
         "| kernel | threads | shared memory | " + " | ".join(f"registers, occupancy ({t})" for t in TARGETS) + " |",
         "| --- | ---: | ---: | " + " | ".join("---:" for _ in TARGETS) + " |",
     ]
+    written: set[str] = set()  # kernels of common/ may be in several reports
     for report in sorted(reports):
         kernels = [Kernel(**fields) for fields in json.loads(report.read_text())]
-        for name in sorted({kernel.name for kernel in kernels}):
+        for name in sorted({kernel.name for kernel in kernels} - written):
+            written.add(name)
             of = {kernel.target: kernel for kernel in kernels if kernel.name == name}
             one = next(iter(of.values()))
             cells = [f"{of[t].registers}, {of[t].occupancy:.0%}" if t in of else "-" for t in TARGETS]

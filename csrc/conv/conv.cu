@@ -1,10 +1,10 @@
 // Convolutions on the device: tiles of each example's gradient on tensor cores, squared or weighted where they are
-// (common/product_kernels.h). Nothing of the size batch x parameters is formed unless it is asked for.
+// (common/product_kernels.cuh). Nothing of the size batch x parameters is formed unless it is asked for.
 //
 // Bytes: the operands once for every tile of outputs (input) and of rows (output gradients), mostly from the caches.
 // Operations: 2 batch positions rows out_channels each for norms and sums; three times that on tensor cores for float32
 // without tf32.
-#include "common/product_kernels.h"
+#include "common/product_kernels.cuh"
 #include "conv/conv.h"
 
 namespace dpk {

@@ -1,8 +1,9 @@
 // Linear layers on the device.
 //
 // Norms, one position: ||a||^2 ||g||^2, a warp for each example, both operands read once.
-// Norms, several: tiles of each example's gradient on tensor cores, squared where they are (common/product_kernels.h):
-// a linear layer is a convolution with one tap whose pixels are the positions, channels last.
+// Norms, several: tiles of each example's gradient on tensor cores, squared where they are
+// (common/product_kernels.cuh): a linear layer is a convolution with one tap whose pixels are the positions, channels
+// last.
 //
 // Sums, one position: one product over the batch in double, in which products of two floats are exact; an example adds
 // one number to each entry, so nothing of it can cancel. 2 batch in_features out_features operations in double.
@@ -11,7 +12,7 @@
 // Forward of a layer with few outputs: its cost is reading the activations, and ||a||^2 is taken from the same read.
 #include <limits>
 
-#include "common/product_kernels.h"
+#include "common/product_kernels.cuh"
 #include "linear/linear.h"
 
 namespace dpk {

@@ -24,7 +24,7 @@ def find() -> tuple[Path | None, str]:
     if not found:
         return None, f"no module _simt in {folder}; {build}"
     newest = max(
-        (p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".h"} or p.match("*/simt/*.cpp")),
+        (p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cuh", ".h"} or p.match("*/simt/*.cpp")),
         key=lambda path: path.stat().st_mtime,
     )
     if newest.stat().st_mtime > found[0].stat().st_mtime:
@@ -42,8 +42,10 @@ def load(path: Path) -> ModuleType:
 
 
 def kernels(family: str) -> set[str]:
-    """The names of the kernels in the family's .cu files."""
+    """The names of the kernels in the family's .cu files, and of those in common/ that they include."""
     texts = [path.read_text() for path in (ROOT / "csrc" / family).glob("*.cu*")]
+    included = {name for text in texts for name in re.findall(r'#include "(common/\w+\.cuh)"', text)}
+    texts += [(ROOT / "csrc" / name).read_text() for name in included]
     return {name for text in texts for name in re.findall(r"__global__\s+void[^;{]*?(\w+_kernel)\s*\(", text)}
 
 

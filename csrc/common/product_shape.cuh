@@ -2,8 +2,7 @@
 // and convolutions have in common. A row r of the (never formed) unfolded input is a channel and a tap; it sees
 // position t at t * stride + tap * dilation - padding. A linear layer has one tap, and its positions are the pixels.
 //
-// This file says where values lie; product_tile.h computes tiles of G, product_norms.h squares them and product_sums.h
-// adds them up.
+// This file says where values lie; product_tile.cuh computes tiles of G, product_kernels.cuh squares and adds them.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Kernels over the tiles of product_tile.h.
+// Kernels over the tiles of product_tile.cuh.
 //
 //   norms   a block owns a tile of one example, squares its sums where they are, stores them if asked, and writes two
 //           partial sums; a warp per example adds these up
@@ -10,9 +10,10 @@
 // Where the outputs of a group are few (depthwise), and in float64, a warp owns an entry of G instead.
 #pragma once
 
-#include "common/product_tile.h"
+#include "common/product_tile.cuh"
 
 namespace dpk {
+namespace {
 
 constexpr int kEntryThreads = 256, kEntriesOfBlock = 256;
 constexpr int kEntryWarps = kEntryThreads / 32;
@@ -111,7 +112,7 @@ struct ProductEntry {
 
 // Blocks: [batch * chunks of entries].
 template <typename T>
-__global__ void __launch_bounds__(kEntryThreads)
+__global__ void __launch_bounds__(kEntryThreads, 2)
     entry_norms_kernel(const ProductShape s, const T* input, const T* output_grads, acc_t<T>* stored,
                        double* partials) {
   DPK_SHARED(double, scratch, kEntryWarps);
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kEntryThreads)
 
 // Blocks: [slices * chunks of entries].
 template <typename T>
-__global__ void __launch_bounds__(kEntryThreads)
+__global__ void __launch_bounds__(kEntryThreads, 2)
     entry_sums_kernel(const ProductShape s, const T* input, const T* output_grads, const double* weights, double* sums,
                       int64_t slices) {
   const int64_t entries = int64_t{s.groups} * s.outputs * s.rows, chunks = ceil_div(entries, kEntriesOfBlock);
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kEntryThreads)
 }
 
 // sums [slices, count] -> total [count], in order.
-static __global__ void __launch_bounds__(kEntryThreads)
+__global__ void __launch_bounds__(kEntryThreads)
     add_slices_kernel(const double* sums, double* total, int64_t slices, int64_t count) {
   const int64_t i = int64_t{blockIdx.x} * kEntryThreads + threadIdx.x;
   if (i >= count) return;
@@ -166,7 +167,7 @@ static __global__ void __launch_bounds__(kEntryThreads)
 
 // squared_norms[b] = the example's partials, raised by their roundings, plus its bias gradients' squares. A warp for
 // each example. partials [batch, count, 2] and bias_grads [batch, channels], or null.
-static __global__ void __launch_bounds__(kEntryThreads)
+__global__ void __launch_bounds__(kEntryThreads)
     finish_norms_kernel(const double* partials, int64_t count, int pieces, const double* bias_grads, int64_t channels,
                         double* squared_norms, int64_t batch) {
   const int64_t b = int64_t{blockIdx.x} * kEntryWarps + threadIdx.x / kWarp;
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kEntryThreads)
 constexpr int kBiasColumns = 32, kBiasRows = kEntryThreads / kBiasColumns;
 
 // sum[c] = sum_b weights[b] grads[b, c]. Threads: [kBiasRows, kBiasColumns].
-static __global__ void __launch_bounds__(kEntryThreads)
+__global__ void __launch_bounds__(kEntryThreads)
     weighted_rows_kernel(const double* grads, const double* weights, double* sum, int64_t batch, int64_t channels) {
   DPK_SHARED(double, shared, kEntryThreads);
   const int column = threadIdx.x % kBiasColumns;
@@ -228,8 +229,7 @@ static __global__ void __launch_bounds__(kEntryThreads)
   sum[c] = total;
 }
 
-static inline void launch_add_slices(const double* sums, double* total, int64_t slices, int64_t count,
-                                     CUstream_st* stream) {
+void launch_add_slices(const double* sums, double* total, int64_t slices, int64_t count, CUstream_st* stream) {
   DPK_LAUNCH(add_slices_kernel, ceil_div(count, kEntryThreads), kEntryThreads, 0, stream, sums, total, slices, count);
 }
 
@@ -271,8 +271,8 @@ void launch_product_sums(const ProductShape& s, const T* input, const T* output_
   if (slices > 1) launch_add_slices(scratch, total, slices, s.entries(), stream);
 }
 
-static inline void launch_finish_norms(const double* partials, int64_t count, int pieces, const double* bias_grads,
-                                       int64_t channels, double* squared_norms, int64_t batch, CUstream_st* stream) {
+void launch_finish_norms(const double* partials, int64_t count, int pieces, const double* bias_grads, int64_t channels,
+                         double* squared_norms, int64_t batch, CUstream_st* stream) {
   DPK_LAUNCH(finish_norms_kernel, ceil_div(batch, kEntryWarps), kEntryThreads, 0, stream, partials, count, pieces,
              bias_grads, channels, squared_norms, batch);
 }
@@ -291,10 +291,11 @@ void launch_position_sums(const T* source, const ProductLayout& layout, int64_t 
 }
 
 // sum [channels]: weighted sum of the bias gradients.
-static inline void launch_weighted_rows(const double* grads, const double* weights, double* sum, int64_t batch,
-                                        int64_t channels, CUstream_st* stream) {
+void launch_weighted_rows(const double* grads, const double* weights, double* sum, int64_t batch, int64_t channels,
+                          CUstream_st* stream) {
   DPK_LAUNCH(weighted_rows_kernel, ceil_div(channels, kBiasColumns), kEntryThreads, 0, stream, grads, weights, sum,
              batch, channels);
 }
 
+}  // namespace
 }  // namespace dpk

@@ -1,4 +1,4 @@
-// Tiles of an example's product (example_product.h) on tensor cores.
+// Tiles of an example's product (product_shape.cuh) on tensor cores.
 //
 // A block of kM x kN warps owns 32 kM outputs and 32 kN rows of G; a warp 32 of each, as 2 x 4 fragments. Positions
 // come in chunks of kChunk that are copied to shared memory asynchronously, each while the one before is multiplied:
@@ -16,8 +16,8 @@
 // in double, so that nothing overflows that need not.
 #pragma once
 
-#include "common/example_product.h"
 #include "common/mma.h"
+#include "common/product_shape.cuh"
 
 namespace dpk {
 
