@@ -10,7 +10,7 @@
 // Where the outputs of a group are few (depthwise), and in float64, a warp owns an entry of G instead.
 #pragma once
 
-#include "common/product_tile.cuh"
+#include "common/product_gram.cuh"
 
 namespace dpk {
 namespace {
@@ -35,25 +35,26 @@ int product_pieces(const ProductShape& s) {
   return product_by_entry<T>(s) ? 1 : static_cast<int>(ceil_div(s.positions, kPiece));
 }
 
-// Of the batch in a sum: enough for every multiprocessor, by the shape alone.
+// Of the batch in a sum, by the shape alone: three blocks for each multiprocessor of an H100, all of them resident.
 template <typename T>
 int64_t product_slices(const ProductShape& s) {
-  constexpr int64_t kBlocks = 528, kExamples = 4;
+  constexpr int64_t kBlocks = 3 * 132, kExamples = 4;
   const int64_t most = std::max<int64_t>(1, s.batch / kExamples);
   return std::clamp<int64_t>(kBlocks / std::max<int64_t>(1, product_partials<T>(s)), 1, most);
 }
 
 // Tiles need up to 168 registers: three blocks of 128 threads on a multiprocessor, or six of 64.
-template <typename T, bool kTf32, int kM, bool kLast>
+template <typename T, int kM, bool kLast>
 __global__ void __launch_bounds__(64 * kM, 6 / kM)
     product_norms_kernel(const ProductShape s, const ProductTiles tiles, const T* input, const T* output_grads,
-                         acc_t<T>* stored, double* partials) {
-  using Tile = ProductTile<T, kTf32, kM, 2, kLast>;
+                         acc_t<T>* stored, const double* done, double* partials) {
+  using Tile = ProductTile<T, kM, 2, kLast>;
   using Sizes = TileSizes<kM, 2, kLast>;
   DPK_SHARED(float, shared, 2 * Sizes::kStage);
   DPK_SHARED(int, table, 4 * Sizes::kRows);
   DPK_SHARED(double, scratch, 2 * Sizes::kThreads / 32);
   const int64_t count = int64_t{s.groups} * tiles.tiles_m * tiles.tiles_n, b = blockIdx.x / count;
+  if (done && done[b] >= 0) return;
   const Tile tile(s, tiles, input, output_grads, blockIdx.x % count, shared, table);
   double values[Tile::kValues] = {}, squares[2] = {};
   tile.run(b, b + 1, nullptr, [&](int v, double x, int64_t) {
@@ -77,11 +78,11 @@ __global__ void __launch_bounds__(64 * kM, 6 / kM)
   if (threadIdx.x < 2) partials[2 * int64_t{blockIdx.x} + threadIdx.x] = threadIdx.x ? squares[1] : squares[0];
 }
 
-template <typename T, bool kTf32, int kM, bool kLast>
+template <typename T, int kM, bool kLast>
 __global__ void __launch_bounds__(64 * kM, 6 / kM)
     product_sums_kernel(const ProductShape s, const ProductTiles tiles, const T* input, const T* output_grads,
                         const double* weights, double* sums, int64_t slices) {
-  using Tile = ProductTile<T, kTf32, kM, 2, kLast>;
+  using Tile = ProductTile<T, kM, 2, kLast>;
   using Sizes = TileSizes<kM, 2, kLast>;
   DPK_SHARED(float, shared, 2 * Sizes::kStage);
   DPK_SHARED(int, table, 4 * Sizes::kRows);
@@ -165,17 +166,19 @@ __global__ void __launch_bounds__(kEntryThreads)
   total[i] = sum;
 }
 
-// squared_norms[b] = the example's partials, raised by their roundings, plus its bias gradients' squares. A warp for
-// each example. partials [batch, count, 2] and bias_grads [batch, channels], or null.
+// squared_norms[b] = done[b] where that is not negative, or else the example's partials, raised by their roundings,
+// plus its bias gradients' squares. A warp for each example. partials [batch, count, 2] and bias_grads [batch,
+// channels], or null.
 __global__ void __launch_bounds__(kEntryThreads)
-    finish_norms_kernel(const double* partials, int64_t count, int pieces, const double* bias_grads, int64_t channels,
-                        double* squared_norms, int64_t batch) {
+    finish_norms_kernel(const double* done, const double* partials, int64_t count, int pieces, const double* bias_grads,
+                        int64_t channels, double* squared_norms, int64_t batch) {
   const int64_t b = int64_t{blockIdx.x} * kEntryWarps + threadIdx.x / kWarp;
   if (b >= batch) return;
   const int lane = threadIdx.x % kWarp;
   constexpr double kUnit = 0x1p-53;
   double square = 0, parts = 0, bias = 0;
-  for (int64_t i = lane; partials && i < count; i += kWarp) {
+  const bool is_done = done && done[b] >= 0;
+  for (int64_t i = lane; partials && !is_done && i < count; i += kWarp) {
     square += partials[2 * (b * count + i)];
     parts += partials[2 * (b * count + i) + 1];
   }
@@ -188,7 +191,8 @@ __global__ void __launch_bounds__(kEntryThreads)
   const double terms = 128 + static_cast<double>(count) / kWarp;  // of the longest chain of sums
   const double joined = pieces > 1 ? 2 * (pieces + 4) * kUnit * sqrt(pieces * parts) : 0;
   const double norm = sqrt(square * (1 + terms * kUnit)) + joined;
-  squared_norms[b] = norm * norm * (1 + 4 * kUnit) + bias * (1 + (static_cast<double>(channels) / kWarp + 16) * kUnit);
+  const double weight = is_done ? done[b] : norm * norm * (1 + 4 * kUnit);
+  squared_norms[b] = weight + bias * (1 + (static_cast<double>(channels) / kWarp + 16) * kUnit);
 }
 
 // Sums over positions, in double: source [batch, channels, positions] in its layout -> grads [batch, channels]. A
@@ -233,21 +237,37 @@ void launch_add_slices(const double* sums, double* total, int64_t slices, int64_
   DPK_LAUNCH(add_slices_kernel, ceil_div(count, kEntryThreads), kEntryThreads, 0, stream, sums, total, slices, count);
 }
 
-// Partial norms of every example's weight gradient: partials [batch, product_partials, 2]. stored: [batch, rows, all
-// outputs] or null.
+// Numbers of doubles that norms need to work in: one of each example, and the partial norms.
+template <typename T>
+int64_t product_norm_scratch(const ProductShape& s) {
+  return s.batch * (1 + 2 * product_partials<T>(s));
+}
+
+template <typename T>
+const Stored<T>* as_stored(const T* values) {
+  return reinterpret_cast<const Stored<T>*>(values);
+}
+
+// Norms of every example's weight gradient for launch_finish_norms. stored: [batch, rows, all outputs] or null. gram:
+// by pairs of positions, where that does not cancel.
 template <bool kLastOnly, typename T>
-void launch_product_norms(const ProductShape& s, const T* input, const T* output_grads, acc_t<T>* stored, bool tf32,
-                          double* partials, CUstream_st* stream) {
+void launch_product_norms(const ProductShape& s, const T* input, const T* output_grads, acc_t<T>* stored, bool gram,
+                          double* scratch, CUstream_st* stream) {
+  using S = Stored<T>;
+  const S *x = as_stored(input), *g = as_stored(output_grads);
+  double* partials = scratch + s.batch;
   const int64_t blocks = s.batch * product_partials<T>(s);
   if (product_by_entry<T>(s)) {
-    DPK_LAUNCH(entry_norms_kernel<T>, blocks, kEntryThreads, 0, stream, s, input, output_grads, stored, partials);
+    DPK_LAUNCH(entry_norms_kernel<S>, blocks, kEntryThreads, 0, stream, s, x, g, stored, partials);
     return;
   }
   if constexpr (!std::is_same_v<T, double>) {
-    const ProductTiles tiles(s, input, output_grads);
-    for_tile<T, kLastOnly>(tiles, tf32, [&](auto fast, auto m, auto last) {
-      DPK_LAUNCH((product_norms_kernel<T, fast.value, m.value, last.value>), blocks, 64 * m.value, 0, stream, s, tiles,
-                 input, output_grads, stored, partials);
+    const double* done = gram ? scratch : nullptr;
+    if (gram) DPK_LAUNCH(gram_norms_kernel<S>, s.batch, kGramThreads, 0, stream, s, x, g, scratch);
+    const ProductTiles tiles(s, x, g);
+    for_tile<kLastOnly>(tiles, [&](auto m, auto last) {
+      DPK_LAUNCH((product_norms_kernel<S, m.value, last.value>), blocks, 64 * m.value, 0, stream, s, tiles, x, g,
+                 stored, done, partials);
     });
   }
 }
@@ -255,26 +275,31 @@ void launch_product_norms(const ProductShape& s, const T* input, const T* output
 // Sums over the batch of weights[b] times its gradient. scratch: [product_slices, all outputs, rows], not read where
 // there is one slice; total: [all outputs, rows].
 template <bool kLastOnly, typename T>
-void launch_product_sums(const ProductShape& s, const T* input, const T* output_grads, const double* weights, bool tf32,
+void launch_product_sums(const ProductShape& s, const T* input, const T* output_grads, const double* weights,
                          double* scratch, double* total, CUstream_st* stream) {
+  using S = Stored<T>;
+  const S *x = as_stored(input), *g = as_stored(output_grads);
   const int64_t slices = product_slices<T>(s), blocks = slices * product_partials<T>(s);
   double* sums = slices > 1 ? scratch : total;
   if (product_by_entry<T>(s)) {
-    DPK_LAUNCH(entry_sums_kernel<T>, blocks, kEntryThreads, 0, stream, s, input, output_grads, weights, sums, slices);
+    DPK_LAUNCH(entry_sums_kernel<S>, blocks, kEntryThreads, 0, stream, s, x, g, weights, sums, slices);
   } else if constexpr (!std::is_same_v<T, double>) {
-    const ProductTiles tiles(s, input, output_grads);
-    for_tile<T, kLastOnly>(tiles, tf32, [&](auto fast, auto m, auto last) {
-      DPK_LAUNCH((product_sums_kernel<T, fast.value, m.value, last.value>), blocks, 64 * m.value, 0, stream, s, tiles,
-                 input, output_grads, weights, sums, slices);
+    const ProductTiles tiles(s, x, g);
+    for_tile<kLastOnly>(tiles, [&](auto m, auto last) {
+      DPK_LAUNCH((product_sums_kernel<S, m.value, last.value>), blocks, 64 * m.value, 0, stream, s, tiles, x, g,
+                 weights, sums, slices);
     });
   }
   if (slices > 1) launch_add_slices(scratch, total, slices, s.entries(), stream);
 }
 
-void launch_finish_norms(const double* partials, int64_t count, int pieces, const double* bias_grads, int64_t channels,
-                         double* squared_norms, int64_t batch, CUstream_st* stream) {
-  DPK_LAUNCH(finish_norms_kernel, ceil_div(batch, kEntryWarps), kEntryThreads, 0, stream, partials, count, pieces,
-             bias_grads, channels, squared_norms, batch);
+// scratch: of launch_product_norms, or null where the weight does not count. bias_grads [batch, channels], or null.
+template <typename T>
+void launch_finish_norms(const ProductShape& s, const double* scratch, bool gram, const double* bias_grads,
+                         int64_t channels, double* squared_norms, CUstream_st* stream) {
+  DPK_LAUNCH(finish_norms_kernel, ceil_div(s.batch, kEntryWarps), kEntryThreads, 0, stream, gram ? scratch : nullptr,
+             scratch ? scratch + s.batch : nullptr, product_partials<T>(s), product_pieces<T>(s), bias_grads, channels,
+             squared_norms, s.batch);
 }
 
 // grads [batch, channels]: bias gradients of the examples with weights other than 0 (all, if null).

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/reduce.h"
@@ -41,6 +42,8 @@ struct ProductShape {
   int in[3] = {1, 1, 1}, out[3] = {1, 1, 1};
   int kernel[3] = {1, 1, 1}, stride[3] = {1, 1, 1}, padding[3] = {0, 0, 0}, dilation[3] = {1, 1, 1};
   ProductLayout input{}, output{};
+  bool half = false;  // whether 16-bit values are halves, not bfloat16
+  bool tf32 = false;  // whether floats may be rounded to tf32
   // Made by finish().
   int taps = 1, positions = 1, rows = 0;  // rows of a group
   int map[3] = {1, 1, 1};                 // what taps see of a channel, padding included
@@ -80,6 +83,22 @@ struct ProductShape {
   int64_t all_outputs() const { return int64_t{groups} * outputs; }
   int64_t entries() const { return all_outputs() * rows; }  // of G, over all groups
 };
+
+// A value of 16 bits, of which ProductShape::half says what they mean: kernels on tensor cores know how values are
+// stored and learn how to read them, which halves their number.
+struct Bits16 {
+  uint16_t bits;
+};
+template <typename T>
+using Stored = std::conditional_t<sizeof(T) == 2, Bits16, T>;
+
+template <typename T>
+__device__ __forceinline__ acc_t<T> read_value(const ProductShape& s, T x) {
+  if constexpr (std::is_same_v<T, Bits16>)
+    return s.half ? widen(half{x.bits}) : widen(bfloat16{x.bits});
+  else
+    return x;
+}
 
 struct Coordinates {
   int d, h, w;
@@ -124,8 +143,8 @@ __device__ __forceinline__ double example_entry(const ProductShape& s, const T* 
     const Coordinates p = position_at(s, t);
     const int pixel = pixel_at(s, p.d + k.d, p.h + k.h, p.w + k.w);
     if (pixel >= 0)
-      sum = fma(static_cast<double>(widen(x[pixel * s.input.pixel])), static_cast<double>(widen(g[t * s.output.pixel])),
-                sum);
+      sum = fma(static_cast<double>(read_value(s, x[pixel * s.input.pixel])),
+                static_cast<double>(read_value(s, g[t * s.output.pixel])), sum);
   }
   return warp_sum(sum);
 }

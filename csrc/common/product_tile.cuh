@@ -83,33 +83,60 @@ struct ProductTiles {
   int64_t count(const ProductShape& s) const { return int64_t{s.groups} * tiles_m * tiles_n; }
 };
 
-// f(tf32, outputs / 32, channels last) with constants for the kernel that serves these tiles; kLastOnly: channels
-// are.
-template <typename T, bool kLastOnly, typename F>
-void for_tile(const ProductTiles& tiles, bool tf32, F f) {
-  const auto shape = [&](auto fast) {
-    const auto layout = [&](auto m) {
-      if constexpr (!kLastOnly)
-        if (!tiles.channels_last) return f(fast, m, std::false_type());
-      f(fast, m, std::true_type());
-    };
-    if (tiles.wide)
-      layout(std::integral_constant<int, 2>());
-    else
-      layout(std::integral_constant<int, 1>());
+// f(outputs / 32, channels last) with constants for the kernel that serves these tiles; kLastOnly: channels are.
+template <bool kLastOnly, typename F>
+void for_tile(const ProductTiles& tiles, F f) {
+  const auto layout = [&](auto m) {
+    if constexpr (!kLastOnly)
+      if (!tiles.channels_last) return f(m, std::false_type());
+    f(m, std::true_type());
   };
+  if (tiles.wide)
+    layout(std::integral_constant<int, 2>());
+  else
+    layout(std::integral_constant<int, 1>());
+}
+
+// kCount numbers that lie side by side, from global to shared memory, as floats; zeros unless valid. Asynchronous for
+// floats.
+template <int kCount, typename T>
+__device__ __forceinline__ void copy_values(const ProductShape& s, const Shared<float>& to, const T* from, bool valid) {
   if constexpr (std::is_same_v<T, float>) {
-    if (tf32) return shape(std::true_type());
+    copy_async<4 * kCount>(to, from, valid);
+  } else if constexpr (kCount == 1) {
+    to[0] = valid ? read_value(s, *from) : 0.f;
+  } else {
+    const uint2 four = valid ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+    const auto number = [&](uint32_t pair, int shift) {
+      return read_value(s, T{static_cast<uint16_t>(pair >> shift)});
+    };
+    shared_cast<float4>(to)[0] =
+        make_float4(number(four.x, 0), number(four.x, 16), number(four.y, 0), number(four.y, 16));
   }
-  shape(std::false_type());
+}
+
+// x as one tf32 number, rounded, or as the sum of two. Values of 16 bits are such numbers.
+__device__ __forceinline__ void tf32_parts(bool split, float x, uint32_t& high, uint32_t& low) {
+  high = to_tf32(x);
+  if (split) low = to_tf32(x - bit_cast<float>(high));
+}
+
+// sums += a b
+__device__ __forceinline__ void split_product(bool split, float (&sums)[4], const uint32_t (&high)[4],
+                                              const uint32_t (&low)[4], const uint32_t (&right)[2],
+                                              const uint32_t (&right_low)[2]) {
+  if (split) {
+    mma<tf32>(sums, low, right);
+    mma<tf32>(sums, high, right_low);
+  }
+  mma<tf32>(sums, high, right);
 }
 
 // The tile `index` of count(), and one example's part of it after the other. All threads of a block go through it
 // together.
-template <typename T, bool kTf32, int kM, int kN, bool kLast>
+template <typename T, int kM, int kN, bool kLast>
 class ProductTile {
   using Sizes = TileSizes<kM, kN, kLast>;
-  static constexpr bool kSplit = std::is_same_v<T, float> && !kTf32;
 
  public:
   static constexpr int kValues = kFragmentsM * kFragmentsN * 4;  // of a thread
@@ -214,20 +241,6 @@ class ProductTile {
     return kLast ? s.by_channels.remainder(row) : s.by_taps.quotient(row);
   }
 
-  template <int kCount>
-  static __device__ __forceinline__ void put(Shared<float> to, const T* from, bool valid) {
-    if constexpr (std::is_same_v<T, float>) {
-      copy_async<4 * kCount>(to, from, valid);
-    } else if constexpr (kCount == 1) {
-      to[0] = valid ? widen(*from) : 0.f;
-    } else {
-      const uint2 four = valid ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
-      const auto number = [](uint32_t pair, int shift) { return widen(T{static_cast<uint16_t>(pair >> shift)}); };
-      shared_cast<float4>(to)[0] =
-          make_float4(number(four.x, 0), number(four.x, 16), number(four.y, 0), number(four.y, 16));
-    }
-  }
-
   // Starts the copies of the positions from <= t < from + kChunk of an example; zeros where there is nothing.
   __device__ __forceinline__ void stage(int64_t b, int from, int buffer) const {
     const Shared<float> g = shared_slice(shared_, buffer * Sizes::kStage, Sizes::kOutputFloats);
@@ -256,7 +269,8 @@ class ProductTile {
         const T* at = source + o * s.output.channel;
 #pragma unroll
         for (int p = threadIdx.x / kAcross; p < kChunk; p += Sizes::kThreads / kAcross)
-          put<kCount>(g + (p * Sizes::kOutputPitch + o), at + (from + p) * s.output.pixel, o < outputs && p < left);
+          copy_values<kCount>(s, g + (p * Sizes::kOutputPitch + o), at + (from + p) * s.output.pixel,
+                              o < outputs && p < left);
       };
       if (t.output_vectors)
         copy(std::integral_constant<int, 4>());
@@ -269,7 +283,7 @@ class ProductTile {
         const T* at = source + (from + p) * s.output.pixel;
 #pragma unroll
         for (int o = threadIdx.x / kAcross; o < Sizes::kOutputs; o += Sizes::kThreads / kAcross)
-          put<kCount>(g + (o * Sizes::kPitch + p), at + o * s.output.channel, o < outputs && p < left);
+          copy_values<kCount>(s, g + (o * Sizes::kPitch + p), at + o * s.output.channel, o < outputs && p < left);
       };
       if (t.output_vectors)
         copy(std::integral_constant<int, 4>());
@@ -289,7 +303,7 @@ class ProductTile {
       const Coordinates c = position_at(s, min(from + p, s.positions - 1));
       const int pixel = pixel_at(s, c.d + d, c.h + h, c.w + w);
       const bool valid = pixel >= 0 && first_row_ + r < s.rows && from + p < s.positions;
-      put<kCount>(x + (p * Sizes::kRowPitch + r), at + (valid ? pixel : 0) * s.input.pixel, valid);
+      copy_values<kCount>(s, x + (p * Sizes::kRowPitch + r), at + (valid ? pixel : 0) * s.input.pixel, valid);
     }
   }
 
@@ -301,8 +315,8 @@ class ProductTile {
       const int channel = table_[4 * r], d = table_[4 * r + 1], h = table_[4 * r + 2], w = table_[4 * r + 3];
       const int pixel = pixel_at(s, c.d + d, c.h + h, c.w + w);
       const bool valid = pixel >= 0 && first_row_ + r < s.rows && from + p < s.positions;
-      put<1>(x + (r * Sizes::kPitch + p), source + channel * s.input.channel + (valid ? pixel : 0) * s.input.pixel,
-             valid);
+      copy_values<1>(s, x + (r * Sizes::kPitch + p),
+                     source + channel * s.input.channel + (valid ? pixel : 0) * s.input.pixel, valid);
     }
     if (threadIdx.x < kChunk) offsets(x)[p] = p;
   }
@@ -316,7 +330,7 @@ class ProductTile {
       const Coordinates c = split(start + i, s.map_height, s.map_width);
       const int pixel = pixel_at(s, c.d, c.h, c.w);
       const T* at = source + first_channel_ * s.input.channel + (pixel < 0 ? 0 : pixel) * s.input.pixel;
-      for (int k = 0; k < channels; ++k) put<1>(x + (k * t.slab + i), at + k * s.input.channel, pixel >= 0);
+      for (int k = 0; k < channels; ++k) copy_values<1>(s, x + (k * t.slab + i), at + k * s.input.channel, pixel >= 0);
     }
     // Behind the last position, its own values again: outputs are zero there.
     if (threadIdx.x < kChunk) {
@@ -330,17 +344,12 @@ class ProductTile {
     return shared_cast<int>(shared_slice(x, Sizes::kInputFloats - kChunk, kChunk));
   }
 
-  // The two tf32 numbers of x.
-  static __device__ __forceinline__ void halves(float x, uint32_t& high, uint32_t& low) {
-    high = kSplit || std::is_same_v<T, float> ? to_tf32(x) : bit_cast<uint32_t>(x);
-    if constexpr (kSplit) low = to_tf32(x - bit_cast<float>(high));
-  }
-
   // Adds the products of the first `count` positions of a stage.
   __device__ __forceinline__ void multiply(int buffer, int count, float (&sums)[kFragmentsM][kFragmentsN][4]) const {
     const Shared<const float> g = shared_slice(shared_, buffer * Sizes::kStage, Sizes::kOutputFloats);
     const Shared<float> x = shared_slice(shared_, buffer * Sizes::kStage + Sizes::kOutputFloats, Sizes::kInputFloats);
     const int lane = threadIdx.x % kWarp;
+    const bool split = std::is_same_v<T, float> && !s.tf32;
 #pragma unroll
     for (int step = 0; step < kChunk; step += 8) {
       if (step >= count) break;
@@ -350,7 +359,7 @@ class ProductTile {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int o = warp_output_ + m * 16 + mma_a_row(i), p = step + mma_a_depth<tf32>(i);
-          halves(g[kLast ? p * Sizes::kOutputPitch + o : o * Sizes::kPitch + p], high[m][i], low[m][i]);
+          tf32_parts(split, g[kLast ? p * Sizes::kOutputPitch + o : o * Sizes::kPitch + p], high[m][i], low[m][i]);
         }
       int at[2];
 #pragma unroll
@@ -363,15 +372,12 @@ class ProductTile {
         if (n >= used_n_) break;
         uint32_t right[2], right_low[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) halves(x[kLast ? at[i] + n * 8 : row_offset_[n] + at[i]], right[i], right_low[i]);
+        for (int i = 0; i < 2; ++i)
+          tf32_parts(split, x[kLast ? at[i] + n * 8 : row_offset_[n] + at[i]], right[i], right_low[i]);
 #pragma unroll
         for (int m = 0; m < kFragmentsM; ++m) {
           if (m >= used_m_) break;
-          if constexpr (kSplit) {
-            mma<tf32>(sums[m][n], low[m], right);
-            mma<tf32>(sums[m][n], high[m], right_low);
-          }
-          mma<tf32>(sums[m][n], high[m], right);
+          split_product(split, sums[m][n], high[m], low[m], right, right_low);
         }
       }
     }

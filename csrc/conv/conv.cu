@@ -1,11 +1,13 @@
 // Convolutions on the device: tiles of each example's gradient on tensor cores, squared or weighted where they are
-// (common/product_kernels.cuh). Nothing of the size batch x parameters is formed unless it is asked for.
+// (common/product_kernels.cuh), or norms from pairs of positions (common/product_gram.cuh) where plan.h finds that
+// cheaper. Nothing of the size batch x parameters is formed unless it is asked for.
 //
 // Bytes: the operands once for every tile of outputs (input) and of rows (output gradients), mostly from the caches.
 // Operations: 2 batch positions rows out_channels each for norms and sums; three times that on tensor cores for float32
 // without tf32.
 #include "common/product_kernels.cuh"
 #include "conv/conv.h"
+#include "conv/plan.h"
 
 namespace dpk {
 namespace {
@@ -30,40 +32,52 @@ ProductShape shape_of(const ConvShape& c, const ConvLayout& input, const ConvLay
   return s;
 }
 
-template <typename P>
+template <typename T, typename P>
 ProductShape shape_of(const P& q) {
-  return shape_of(q.shape, q.input_layout, q.output_layout);
+  ProductShape s = shape_of(q.shape, q.input_layout, q.output_layout);
+  s.half = std::is_same_v<T, half>;
+  s.tf32 = q.tf32;
+  return s;
+}
+
+template <typename T>
+bool takes_gram(const ConvNormParams<T>& q) {
+  if (std::is_same_v<T, double> || !q.input || q.weight_grads) return false;
+  return q.strategy == ConvStrategy::kGram
+             ? conv_gram_fits_cuda(q.shape)
+             : q.strategy == ConvStrategy::kAuto && conv_strategy_cuda(q.shape) == ConvStrategy::kGram;
 }
 
 }  // namespace
 
 template <typename T>
 int64_t conv_norm_scratch(const ConvNormParams<T>& q) {
-  return q.input ? 2 * q.shape.batch * product_partials<T>(shape_of(q)) : 0;
+  return q.input ? product_norm_scratch<T>(shape_of<T>(q)) : 0;
 }
 
 template <typename T>
 int64_t conv_sum_scratch(const ConvSumParams<T>& q) {
-  const ProductShape s = shape_of(q);
+  const ProductShape s = shape_of<T>(q);
   const int64_t slices = product_slices<T>(s);
   return slices > 1 ? slices * s.entries() : 0;
 }
 
 template <typename T>
 void conv_squared_norms_cuda(const ConvNormParams<T>& q, CUstream_st* stream) {
-  const ProductShape s = shape_of(q);
-  if (q.input) launch_product_norms<false>(s, q.input, q.output_grads, q.weight_grads, q.tf32, q.scratch, stream);
+  const ProductShape s = shape_of<T>(q);
+  const bool gram = takes_gram(q);
+  if (q.input) launch_product_norms<false>(s, q.input, q.output_grads, q.weight_grads, gram, q.scratch, stream);
   if (q.bias_source)
     launch_position_sums(q.bias_source,
                          ProductLayout{q.bias_layout.channel, q.bias_layout.pixel, q.bias_channels * q.bias_positions},
                          s.batch, q.bias_channels, q.bias_positions, nullptr, q.bias_grads, stream);
-  launch_finish_norms(q.input ? q.scratch : nullptr, product_partials<T>(s), product_pieces<T>(s),
-                      q.bias_source ? q.bias_grads : nullptr, q.bias_channels, q.squared_norms, s.batch, stream);
+  launch_finish_norms<T>(s, q.input ? q.scratch : nullptr, gram, q.bias_source ? q.bias_grads : nullptr,
+                         q.bias_channels, q.squared_norms, stream);
 }
 
 template <typename T>
 void conv_clipped_sums_cuda(const ConvSumParams<T>& q, CUstream_st* stream) {
-  launch_product_sums<false>(shape_of(q), q.input, q.output_grads, q.weights, q.tf32, q.partial_sums, q.sum, stream);
+  launch_product_sums<false>(shape_of<T>(q), q.input, q.output_grads, q.weights, q.partial_sums, q.sum, stream);
 }
 
 template <typename T>

@@ -35,7 +35,7 @@ struct ConvLayout {
 
 // How a squared norm is computed.
 enum class ConvStrategy : int64_t {
-  kAuto = 0,    // the cheaper way by the cost model in plan.h
+  kAuto = 0,    // the cheaper way by the device's cost model in plan.h
   kDirect = 1,  // the gradient itself, tile by tile
   kGram = 2,    // products of pairs of positions
 };
@@ -52,7 +52,7 @@ struct ConvNormParams {
   double* squared_norms;   // [batch]
   acc_t<T>* weight_grads;  // [batch, rows, out_channels] or null; the norm is then of these very numbers
   double* bias_grads;      // [batch, bias_channels]
-  ConvStrategy strategy;   // not kAuto
+  ConvStrategy strategy;   // on the CPU, not kAuto
   // Of the device alone:
   double* scratch = nullptr;  // [conv_norm_scratch(*this)]
   bool tf32 = false;          // floats may be rounded to tf32

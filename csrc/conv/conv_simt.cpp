@@ -1,4 +1,5 @@
 #include "conv/conv.h"
+#include "conv/plan.h"
 #include "simt/binding.h"
 
 namespace dpk::simt {
@@ -29,7 +30,7 @@ struct Maps {
 };
 
 py::object squared_norms(const py::array& map, const py::array& grads, const Maps& m, bool transposed, bool weight,
-                         bool bias, bool store, bool tf32, const std::string& schedule) {
+                         bool bias, bool store, bool tf32, ConvStrategy strategy, const std::string& schedule) {
   return for_dtype<float, double, bfloat16, half>(map, [&](auto zero) {
     using T = decltype(zero);
     Call call(schedule);
@@ -48,7 +49,7 @@ py::object squared_norms(const py::array& map, const py::array& grads, const Map
                              call.output<double>({s.batch}),
                              store ? call.output<acc_t<T>>({s.batch, s.rows(), s.out_channels}) : nullptr,
                              bias ? call.output<double>({s.batch, channels}) : nullptr,
-                             ConvStrategy::kDirect};
+                             strategy};
     params.tf32 = tf32;
     params.scratch = call.scratch<double>(conv_norm_scratch(params));
     conv_squared_norms_cuda(params, call.stream());
@@ -82,11 +83,16 @@ py::object clipped_sums(const py::array& map, const py::array& grads, const py::
 }
 
 const Family conv([](py::module_& m) {
+  py::enum_<ConvStrategy>(m, "ConvStrategy")
+      .value("auto", ConvStrategy::kAuto)
+      .value("direct", ConvStrategy::kDirect)
+      .value("gram", ConvStrategy::kGram);
+  m.def("conv_strategy_cuda", [](const Maps& maps) { return conv_strategy_cuda(maps.shape); });
   py::class_<Maps>(m, "ConvMaps")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, Triple, Triple, Triple, Triple, Triple, Triple, bool, bool>());
   m.def("conv_squared_norms", squared_norms, py::arg("map"), py::arg("grads"), py::arg("maps"), py::kw_only(),
         py::arg("transposed") = false, py::arg("weight") = true, py::arg("bias") = true, py::arg("store") = false,
-        py::arg("tf32") = false, py::arg("schedule"));
+        py::arg("tf32") = false, py::arg("strategy") = ConvStrategy::kAuto, py::arg("schedule"));
   m.def("conv_clipped_sums", clipped_sums, py::arg("map"), py::arg("grads"), py::arg("weights"), py::arg("maps"),
         py::kw_only(), py::arg("transposed") = false, py::arg("bias") = true, py::arg("tf32") = false,
         py::arg("schedule"));

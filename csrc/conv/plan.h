@@ -53,6 +53,23 @@ inline ConvStrategy conv_strategy(const ConvShape& s) {
   return costs.gram < costs.direct ? ConvStrategy::kGram : ConvStrategy::kDirect;
 }
 
+// On the device: pairs of positions are products of at most 64 x 64, all groups in one.
+inline bool conv_gram_fits_cuda(const ConvShape& s) { return s.groups == 1 && s.pixels() <= 64 && s.positions() <= 64; }
+
+// The cheaper norm on the device where nothing is stored. In products on tensor cores, in fragments of 16 and 8; a read
+// of shared memory, when taps are summed, takes the time of some.
+inline ConvStrategy conv_strategy_cuda(const ConvShape& s) {
+  if (!conv_gram_fits_cuda(s)) return ConvStrategy::kDirect;
+  const auto whole = [](int64_t n, int64_t part) { return static_cast<double>((n + part - 1) / part * part); };
+  constexpr double kRead = 10, kOverhead = 1.5;  // products; folding chains
+  const double positions = static_cast<double>(s.positions()), pixels = static_cast<double>(s.pixels());
+  const double direct = whole(s.out_channels, 16) * whole(s.rows(), 8) * whole(s.positions(), 8);
+  const double products = whole(s.pixels(), 16) * pixels * whole(s.in_channels, 8) +
+                          whole(s.positions(), 16) * positions * whole(s.out_channels, 8);
+  const double reads = positions * positions * static_cast<double>(s.taps());
+  return kOverhead * products + kRead * reads < direct ? ConvStrategy::kGram : ConvStrategy::kDirect;
+}
+
 // Whether outputs have so few channels in common that each loads its own.
 inline bool own_channels(const ConvShape& s) { return s.groups > 1 && s.group_out() <= 4 && s.group_in() <= 16; }
 

@@ -2,16 +2,14 @@
 //
 // Norms, one position: ||a||^2 ||g||^2, a warp for each example, both operands read once.
 // Norms, several: tiles of each example's gradient on tensor cores, squared where they are
-// (common/product_kernels.cuh): a linear layer is a convolution with one tap whose pixels are the positions, channels
-// last.
+// (common/product_kernels.cuh), or pairs of positions where these are fewer (common/product_gram.cuh): a linear layer
+// is a convolution with one tap whose pixels are the positions, channels last.
 //
 // Sums, one position: one product over the batch in double, in which products of two floats are exact; an example adds
 // one number to each entry, so nothing of it can cancel. 2 batch in_features out_features operations in double.
 // Sums, several: the same tiles as the norms, weighted and added in double.
 //
 // Forward of a layer with few outputs: its cost is reading the activations, and ||a||^2 is taken from the same read.
-#include <limits>
-
 #include "common/product_kernels.cuh"
 #include "linear/linear.h"
 
@@ -20,9 +18,11 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-template <typename P>
+template <typename T, typename P>
 ProductShape shape_of(const P& q, int64_t batch) {
   ProductShape s;
+  s.half = std::is_same_v<T, half>;
+  s.tf32 = q.tf32;
   s.batch = batch;
   s.channels = static_cast<int>(q.in_features);
   s.outputs = static_cast<int>(q.out_features);
@@ -31,6 +31,14 @@ ProductShape shape_of(const P& q, int64_t batch) {
   s.output = {1, q.out_features, q.positions * q.out_features};
   s.finish();
   return s;
+}
+
+// Whether pairs of positions are cheaper: in products, positions in fragments of 16.
+template <typename T>
+bool takes_gram(const ProductShape& s) {
+  constexpr double kOverhead = 1.5;  // folding chains
+  const double side = static_cast<double>(ceil_div(s.positions, 16)) * 16, p = s.rows, d = s.outputs;
+  return !std::is_same_v<T, double> && gram_fits(s) && kOverhead * side * (p + d) < p * d;
 }
 
 // The sum of squares of n values, in every lane.
@@ -171,15 +179,15 @@ __global__ void __launch_bounds__(kThreads) linear_forward_kernel(LinearForwardP
 template <typename T>
 int64_t linear_norm_scratch(const LinearNormParams<T>& q, int64_t batch) {
   if (q.positions == 1) return 0;
-  const int64_t partials = q.weight ? 2 * batch * product_partials<T>(shape_of(q, batch)) : 0;
-  return partials + (q.bias ? batch * q.out_features : 0);
+  const int64_t norms = q.weight ? product_norm_scratch<T>(shape_of<T>(q, batch)) : 0;
+  return norms + (q.bias ? batch * q.out_features : 0);
 }
 
 template <typename T>
 int64_t linear_sum_scratch(const LinearSumParams<T>& q) {
   const int64_t slices = !q.weight_sum      ? 1
                          : q.positions == 1 ? outer_slices(q.batch, q.in_features, q.out_features)
-                                            : product_slices<T>(shape_of(q, q.batch));
+                                            : product_slices<T>(shape_of<T>(q, q.batch));
   const int64_t sums = slices > 1 ? slices * q.in_features * q.out_features : 0;
   return sums + (q.bias_sum ? q.batch * q.out_features : 0);
 }
@@ -195,21 +203,21 @@ void linear_squared_norms_cuda(const LinearNormParams<T>& q, int64_t batch, CUst
     DPK_LAUNCH(outer_norms_kernel<T>, ceil_div(batch, kWarps), kThreads, 0, stream, q, batch);
     return;
   }
-  const ProductShape s = shape_of(q, batch);
-  const int64_t count = product_partials<T>(s);
-  double* bias_grads = q.scratch + (q.weight ? 2 * batch * count : 0);
+  const ProductShape s = shape_of<T>(q, batch);
+  const bool gram = q.weight && takes_gram<T>(s);
+  double* bias_grads = q.scratch + (q.weight ? product_norm_scratch<T>(s) : 0);
   if (q.weight)
-    launch_product_norms<true>(s, q.activations, q.output_grads, static_cast<acc_t<T>*>(nullptr), q.tf32, q.scratch,
+    launch_product_norms<true>(s, q.activations, q.output_grads, static_cast<acc_t<T>*>(nullptr), gram, q.scratch,
                                stream);
   if (q.bias)
     launch_position_sums(q.output_grads, s.output, batch, q.out_features, q.positions, nullptr, bias_grads, stream);
-  launch_finish_norms(q.weight ? q.scratch : nullptr, count, product_pieces<T>(s), q.bias ? bias_grads : nullptr,
-                      q.out_features, q.squared_norms, batch, stream);
+  launch_finish_norms<T>(s, q.weight ? q.scratch : nullptr, gram, q.bias ? bias_grads : nullptr, q.out_features,
+                         q.squared_norms, stream);
 }
 
 template <typename T>
 void linear_clipped_sums_cuda(const LinearSumParams<T>& q, CUstream_st* stream) {
-  const ProductShape s = shape_of(q, q.batch);
+  const ProductShape s = shape_of<T>(q, q.batch);
   double* bias_grads = q.scratch;
   double* sums = q.scratch + (q.bias_sum ? q.batch * q.out_features : 0);
   if (q.weight_sum && q.positions == 1) {
@@ -220,7 +228,7 @@ void linear_clipped_sums_cuda(const LinearSumParams<T>& q, CUstream_st* stream) 
                slices);
     if (slices > 1) launch_add_slices(sums, q.weight_sum, slices, entries, stream);
   } else if (q.weight_sum) {
-    launch_product_sums<true>(s, q.activations, q.output_grads, q.weights, q.tf32, sums, q.weight_sum, stream);
+    launch_product_sums<true>(s, q.activations, q.output_grads, q.weights, sums, q.weight_sum, stream);
   }
   if (q.bias_sum) {
     launch_position_sums(q.output_grads, s.output, q.batch, q.out_features, q.positions, q.weights, bias_grads, stream);

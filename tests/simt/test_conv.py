@@ -95,7 +95,8 @@ class Device:
             len(x), q["groups"], seen.size(1), met.size(1), *sizes, *geometry, seen_last, met_last
         )
 
-    def norms(self, **more: Any) -> Any:
+    def norms(self, strategy: str = "direct", **more: Any) -> Any:
+        more["strategy"] = getattr(self.simt.module.ConvStrategy, strategy)
         return self.simt.conv_squared_norms(*self.maps, self.shape, transposed=self.transposed, **more)
 
     def sums(self, weights: Tensor, **more: Any) -> Any:
@@ -228,3 +229,67 @@ def test_parameters_are_optional(simt: Machine) -> None:
     alone = device.norms(weight=False)[0], device.norms(bias=False)
     torch.testing.assert_close(sum(alone), norms, rtol=1e-14, atol=0)
     assert torch.equal(device.sums(w, bias=False), device.sums(w)[0])
+
+
+GRAMS = [
+    conv(5, 7, (4, 4), (3, 3)),
+    conv(35, 3, (8, 8), (3, 3), batch=1),  # two chunks of channels, four warps
+    conv(4, 37, (5, 5), (3, 2), (2, 1), (1, 0), (1, 2)),
+    conv(3, 6, (4, 3), (3, 3), (2, 2), (1, 1), (1, 1), transposed=True),
+    conv(3, 5, (4, 4), (3, 3), batch=0),
+]
+
+
+@pytest.mark.parametrize("case", GRAMS, ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pairs_of_positions(simt: Machine, case: Case, last: bool, dtype: torch.dtype) -> None:
+    """Never below the true norm or what the sum adds, and little above."""
+    x, g, _, q = example(case, dtype)
+    device = Device(simt, x, g, q, (last, last))
+    want = reference.conv_squared_norms(x.double(), g.double(), **q)[0]
+    got = device.norms("gram")[0]
+    assert (want <= got).all()
+    assert (got <= want * 1.011).all()
+    for b, row in enumerate(torch.eye(case.batch, dtype=torch.float64)):
+        assert got[b] >= sum(part.square().sum() for part in device.sums(row))
+    if dtype == torch.float32 and case.batch:
+        got = device.norms("gram", tf32=True, bias=False)
+        for b, row in enumerate(torch.eye(case.batch, dtype=torch.float64)):
+            added = device.sums(row, tf32=True, bias=False).square().sum()
+            assert added <= got[b] <= 1.011 * added
+
+
+def test_pairs_of_positions_that_cancel(simt: Machine) -> None:
+    """Such examples, and those that leave the range of float, get the direct norm, bit by bit."""
+    x, g, _, q = example(conv(6, 5, (4, 4), (1, 1), batch=6))
+    x[1], g[1, :, ::2], g[1, :, 1::2] = 1, 1, -1 + 1e-6
+    x[2] *= 1e30
+    g[3] *= 1e-30
+    x[4, 2, 1, 1] = torch.nan
+    g[5] = 0
+    device = Device(simt, x, g, q)
+    direct, gram = device.norms(bias=False), device.norms("gram", bias=False)
+    assert gram[0] > direct[0]
+    assert torch.equal(gram[[1, 2, 3, 5]], direct[[1, 2, 3, 5]])
+    assert gram[4].isnan()
+    want = reference.conv_squared_norms(x.double(), g.double(), **q, bias=False)[0]
+    torch.testing.assert_close(gram[[0, 2, 3, 5]], want[[0, 2, 3, 5]], rtol=0.011, atol=0)
+
+
+def test_cost_model(simt: Machine) -> None:
+    """Small maps of many channels by pairs of positions; what is stored, large or grouped directly."""
+
+    def strategy(case: Case) -> str:
+        x, g = torch.empty(0, case.channels, *case.size), example(case)[1]
+        return simt.module.conv_strategy_cuda(Device(simt, x, g, example(case)[3]).shape).name
+
+    assert strategy(conv(256, 256, (8, 8), (3, 3), batch=0)) == "gram"
+    assert strategy(conv(512, 512, (4, 4), (3, 3), batch=0)) == "gram"
+    assert strategy(conv(64, 64, (32, 32), (3, 3), batch=0)) == "direct"
+    assert strategy(conv(3, 16, (8, 8), (3, 3), batch=0)) == "direct"
+    assert strategy(conv(256, 256, (8, 8), (3, 3), groups=2, batch=0)) == "direct"
+    x, g, _, q = example(conv(20, 24, (2, 2), (3, 3)))
+    device = Device(simt, x, g, q)
+    assert torch.equal(device.norms("auto")[0], device.norms("gram")[0])
+    assert torch.equal(device.norms("auto", store=True)[0], device.norms("direct", store=True)[0])

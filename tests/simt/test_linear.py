@@ -112,3 +112,16 @@ def test_parameters_are_optional(simt: Machine) -> None:
         both = simt.linear_clipped_sums(a, g, w)
         assert torch.equal(simt.linear_clipped_sums(a, g, w, bias=False), both[0])
         assert torch.equal(simt.linear_clipped_sums(a, g, w, weight=False), both[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
+def test_pairs_of_positions(simt: Machine, dtype: torch.dtype) -> None:
+    """Few positions of many features: never below what the sum adds, and little above."""
+    a, g, _ = example((3, 2, 70, 90), dtype)
+    a[1, 1], g[1, 1] = a[1, 0], -g[1, 0] * (1 + 2**-6)  # cancels: computed directly
+    got = simt.linear_squared_norms(a, g, bias=False)
+    want = reference.linear_squared_norms(a.double(), g.double(), bias=False)
+    assert (got[[0, 2]] >= want[[0, 2]]).all()
+    torch.testing.assert_close(got, want, rtol=0.011, atol=0)
+    for b, row in enumerate(torch.eye(3, dtype=torch.float64)):
+        assert got[b] >= simt.linear_clipped_sums(a, g, row, bias=False).square().sum()
