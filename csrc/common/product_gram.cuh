@@ -9,9 +9,9 @@
 // Such a sum cancels, and its rounding must not make a norm too small. With S = sum_t ||x_t|| ||g_t|| (x_t the unfolded
 // input), an error of e_A ||x_t|| ||x_t'|| in A and of e_B ||g_t|| ||g_t'|| in B err by (e_A + e_B) S^2 in the square.
 // Products of 32 channels are one chain on tensor cores, n products of depth 8, each of which errs by 10 * 2^-23 of the
-// terms' magnitudes (mma.h); float32 split into two tf32 numbers loses 2^-21; chains and taps are added in float. The
-// clipped sum rounds too: the norm is raised by what its tiles can err. Where the term is more than 1% of the square,
-// or numbers leave the range of float, the example is marked, and the direct kernel computes its norm.
+// terms' magnitudes (mma.h); float32 split into two tf32 numbers loses 3 * 2^-22; chains and taps are added in float.
+// The clipped sum rounds too: the norm is raised by what its tiles can err. Where the term is more than 1% of the
+// square, or numbers leave the range of float, the example is marked, and the direct kernel computes its norm.
 #pragma once
 
 #include "common/product_tile.cuh"
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kGramThreads, 3)
   block_sums<kGramThreads>(sums, scratch);
   if (threadIdx.x) return;
   const bool split = std::is_same_v<T, float> && !s.tf32;
-  const double product = (split ? 3 : 1) * 10 * 0x1p-23, parts = split ? 0x1p-21 : 0;
+  const double product = (split ? 3 : 1) * 10 * 0x1p-23, parts = split ? 0x1p-20 : 0;
   const double magnitude = 1.01 * sums[1], side = s.positions;
   const double chains = 2 * (4 * product + parts) +
                         (ceil_div(s.channels, kGramDepth) + s.taps + ceil_div(s.outputs, kGramDepth) + 4) * 0x1p-24;

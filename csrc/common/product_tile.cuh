@@ -7,7 +7,7 @@
 //                    offset plus the position's. Where a slab is larger than the unfolded rows, those: [row, position].
 //   channels last    [position, output] and [position, row], rows ordered by tap and then channel: 16 bytes at a time.
 // Shared memory holds floats. Every product is one of tf32 numbers: 16-bit values are such numbers; float32 is split
-// into two (three products; an error of 2^-22 of each) unless tf32 is asked for.
+// into two (three products, together right to 3 * 2^-22) unless tf32 is asked for.
 //
 // Loads per 32 positions and 64 x 64 tile of a 3 x 3 convolution with 32 x 32 maps: 2048 output gradients in 512 copies
 // and 832 inputs, for 2 * 2^17 operations; fragments are read from shared memory in 16 words per 8 (24) products.
