@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(64 * kM, 6 / kM)
   using Tile = ProductTile<T, kM, 2, kLast>;
   using Sizes = TileSizes<kM, 2, kLast>;
   DPK_SHARED(float, shared, 2 * Sizes::kStage);
-  DPK_SHARED(int, table, 4 * Sizes::kRows);
+  DPK_SHARED(int, table, Sizes::kTable);
   DPK_SHARED(double, scratch, 2 * Sizes::kThreads / 32);
   const int64_t count = int64_t{s.groups} * tiles.tiles_m * tiles.tiles_n, b = blockIdx.x / count;
   if (done && done[b] >= 0) return;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(64 * kM, 6 / kM)
     if (stored) {
       const float kept = static_cast<float>(x);
       const int64_t row = b * s.rows + tile.weight_row(tile.row(v));
-      stored[row * outputs + int64_t{tile.group} * s.outputs + tile.output(v)] = kept;
+      stored[row * outputs + int64_t{tile.group()} * s.outputs + tile.output(v)] = kept;
       x = static_cast<double>(kept);
     }
     squares[0] = fma(x, x, squares[0]);
@@ -85,13 +85,13 @@ __global__ void __launch_bounds__(64 * kM, 6 / kM)
   using Tile = ProductTile<T, kM, 2, kLast>;
   using Sizes = TileSizes<kM, 2, kLast>;
   DPK_SHARED(float, shared, 2 * Sizes::kStage);
-  DPK_SHARED(int, table, 4 * Sizes::kRows);
+  DPK_SHARED(int, table, Sizes::kTable);
   const int64_t count = int64_t{s.groups} * tiles.tiles_m * tiles.tiles_n, slice = blockIdx.x / count;
   const Tile tile(s, tiles, input, output_grads, blockIdx.x % count, shared, table);
   double totals[Tile::kValues] = {};
   tile.run(slice * s.batch / slices, (slice + 1) * s.batch / slices, weights,
            [&](int v, double x, int64_t b) { totals[v] = fma(weights[b], x, totals[v]); });
-  const int64_t first = (slice * s.groups + tile.group) * s.outputs;
+  const int64_t first = (slice * s.groups + tile.group()) * s.outputs;
 #pragma unroll
   for (int v = 0; v < Tile::kValues; ++v)
     if (tile.valid(v)) sums[(first + tile.output(v)) * s.rows + tile.weight_row(tile.row(v))] = totals[v];

@@ -32,7 +32,7 @@ struct TileSizes {
   static constexpr int kPitch = kChunk + 4, kOutputPitch = kOutputs + 8, kRowPitch = kRows + 8;
   static constexpr int kOutputFloats = kLast ? kChunk * kOutputPitch : kOutputs * kPitch;
   static constexpr int kInputFloats = kLast ? kChunk * kRowPitch : kRows * kPitch + kChunk;  // and offsets behind
-  static constexpr int kStage = kOutputFloats + kInputFloats;
+  static constexpr int kStage = kOutputFloats + kInputFloats, kTable = 4 * kRows + 4;
 };
 
 // How the host asks for tiles.
@@ -141,24 +141,29 @@ class ProductTile {
  public:
   static constexpr int kValues = kFragmentsM * kFragmentsN * 4;  // of a thread
 
-  // shared: two stages. table: 4 * kRows numbers.
+  // shared: two stages. table: kTable numbers.
   __device__ __forceinline__ ProductTile(const ProductShape& shape, const ProductTiles& tiles, const T* input,
                                          const T* output_grads, int64_t index, Shared<float> shared, Shared<int> table)
-      : s(shape), t(tiles), shared_(shared), table_(table) {
-    const int in_group = t.tiles_m * t.tiles_n;
-    group = static_cast<int>(index / in_group);
-    const int tile = static_cast<int>(index % in_group);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    first_output_ = tile % t.tiles_m * Sizes::kOutputs;
-    first_row_ = tile / t.tiles_m * Sizes::kRows;
-    warp_output_ = warp / kN * 32;
-    warp_row_ = warp % kN * 32;
-    used_m_ = (s.outputs - first_output_ - warp_output_ + 15) / 16;
-    used_n_ = (s.rows - first_row_ - warp_row_ + 7) / 8;
-    input_ = input + int64_t{group} * s.channels * s.input.channel;
-    output_ = output_grads + (int64_t{group} * s.outputs + first_output_) * s.output.channel;
+      : s(shape),
+        t(tiles),
+        shared_(shared),
+        table_(table),
+        place_(shared_slice(table, 4 * Sizes::kRows, 4)),
+        input_(input),
+        output_(output_grads) {
+    const int in_group = t.tiles_m * t.tiles_n, tile = static_cast<int>(index % in_group);
+    const int first_output = tile % t.tiles_m * Sizes::kOutputs, first_row = tile / t.tiles_m * Sizes::kRows;
+    const int lane = threadIdx.x % kWarp;
+    if (threadIdx.x == 0) {
+      place_[0] = static_cast<int>(index / in_group);
+      place_[1] = first_output;
+      place_[2] = first_row;
+      place_[3] = s.by_taps.quotient(first_row);
+    }
+    used_m_ = (s.outputs - first_output - warp_output() + 15) / 16;
+    used_n_ = (s.rows - first_row - warp_row() + 7) / 8;
     for (int r = threadIdx.x; r < Sizes::kRows; r += Sizes::kThreads) {
-      const int row = min(first_row_ + r, s.rows - 1);
+      const int row = min(first_row + r, s.rows - 1);
       const Coordinates k = tap_at(s, tap_of(row));
       table_[4 * r] = channel_of(row);
       table_[4 * r + 1] = k.d;
@@ -166,12 +171,12 @@ class ProductTile {
       table_[4 * r + 3] = k.w;
     }
     if constexpr (!kLast) {
-      first_channel_ = s.by_taps.quotient(first_row_);
+      const int first_channel = s.by_taps.quotient(first_row);
       for (int n = 0; n < kFragmentsN; ++n) {
-        const int r = warp_row_ + n * 8 + lane / 4, row = min(first_row_ + r, s.rows - 1);
+        const int r = warp_row() + n * 8 + lane / 4, row = min(first_row + r, s.rows - 1);
         const Coordinates k = tap_at(s, tap_of(row));
         row_offset_[n] =
-            t.slab ? (channel_of(row) - first_channel_) * t.slab + s.flat(k.d, k.h, k.w) : r * Sizes::kPitch;
+            t.slab ? (channel_of(row) - first_channel) * t.slab + s.flat(k.d, k.h, k.w) : r * Sizes::kPitch;
       }
     }
     __syncthreads();
@@ -179,10 +184,10 @@ class ProductTile {
 
   // Of a thread's value v: its output and its row, counted within the group, and whether there is such an entry.
   __device__ __forceinline__ int output(int v) const {
-    return first_output_ + warp_output_ + v / 16 * 16 + mma_row(v % 4);
+    return first_output() + warp_output() + v / 16 * 16 + mma_row(v % 4);
   }
   __device__ __forceinline__ int row(int v) const {
-    return first_row_ + warp_row_ + v / 4 % kFragmentsN * 8 + mma_column(v % 4);
+    return first_row() + warp_row() + v / 4 % kFragmentsN * 8 + mma_column(v % 4);
   }
   __device__ __forceinline__ bool valid(int v) const { return output(v) < s.outputs && row(v) < s.rows; }
   // Where the entry lies in [rows]: taps of a channel follow each other.
@@ -192,47 +197,50 @@ class ProductTile {
   // weights other than 0 (all, if null). A value is a float or, of a piece that was computed again, a double.
   template <typename Fold>
   __device__ __forceinline__ void run(int64_t begin, int64_t end, const double* weights, Fold fold) const {
-    const auto next = [&](int64_t b) {
-      while (weights && b < end && weights[b] == 0) ++b;
+    const int count = static_cast<int>(end - begin);
+    const auto next = [&](int b) {
+      while (weights && b < count && weights[begin + b] == 0) ++b;
       return b;
     };
-    int64_t b = next(begin);
-    if (b >= end || s.positions == 0) return;
+    int b = next(0);
+    if (b >= count || s.positions == 0) return;
     float sums[kFragmentsM][kFragmentsN][4] = {};
-    stage(b, 0, 0);
+    stage(begin + b, 0, 0);
     copy_async_commit();
-    int from = 0, piece = 0;
-    for (int buffer = 0; b < end; buffer ^= 1) {
+    int from = 0;
+    for (int buffer = 0; b < count; buffer ^= 1) {
       const bool last = from + kChunk >= s.positions;
-      const int64_t following = last ? next(b + 1) : b;
-      const int then = last ? 0 : from + kChunk;
-      if (following < end) stage(following, then, buffer ^ 1);
+      const int following = last ? next(b + 1) : b, then = last ? 0 : from + kChunk;
+      if (following < count) stage(begin + following, then, buffer ^ 1);
       copy_async_commit();
       copy_async_wait<1>();
       __syncthreads();
       multiply(buffer, min(kChunk, s.positions - from), sums);
       __syncthreads();
-      if (then % kPiece == 0) {
-        settle(b, piece, min(from + kChunk, s.positions), sums, fold);
-        piece = then;
-      }
+      if (then % kPiece == 0) settle(begin + b, from / kPiece * kPiece, min(from + kChunk, s.positions), sums, fold);
       b = following;
       from = then;
     }
   }
 
-  int group;
+  __device__ __forceinline__ int group() const { return place_[0]; }
 
  private:
   const ProductShape& s;
   const ProductTiles& t;
   const Shared<float> shared_;
   const Shared<int> table_;
-  const T* input_;   // of the group
-  const T* output_;  // of the tile
-  int first_output_, first_row_, warp_output_, warp_row_;
+  const Shared<int> place_;  // of the tile: read where it is needed, since registers are scarce
+  const T* input_;
+  const T* output_;
   int used_m_, used_n_;  // fragments that hold entries
-  int first_channel_ = 0, row_offset_[kFragmentsN] = {};
+  int row_offset_[kFragmentsN] = {};
+
+  __device__ __forceinline__ int first_output() const { return place_[1]; }
+  __device__ __forceinline__ int first_row() const { return place_[2]; }
+  __device__ __forceinline__ int first_channel() const { return place_[3]; }
+  static __device__ __forceinline__ int warp_output() { return threadIdx.x / kWarp / kN * 32; }
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp % kN * 32; }
 
   __device__ __forceinline__ int tap_of(int row) const {
     return kLast ? s.by_channels.quotient(row) : s.by_taps.remainder(row);
@@ -245,8 +253,9 @@ class ProductTile {
   __device__ __forceinline__ void stage(int64_t b, int from, int buffer) const {
     const Shared<float> g = shared_slice(shared_, buffer * Sizes::kStage, Sizes::kOutputFloats);
     const Shared<float> x = shared_slice(shared_, buffer * Sizes::kStage + Sizes::kOutputFloats, Sizes::kInputFloats);
-    stage_outputs(g, output_ + b * s.output.example, from);
-    const T* input = input_ + b * s.input.example;
+    stage_outputs(
+        g, output_ + b * s.output.example + (int64_t{group()} * s.outputs + first_output()) * s.output.channel, from);
+    const T* input = input_ + b * s.input.example + int64_t{group()} * s.channels * s.input.channel;
     if constexpr (kLast) {
       if (t.input_vectors)
         stage_last<4>(x, input, from);
@@ -261,13 +270,13 @@ class ProductTile {
   }
 
   __device__ __forceinline__ void stage_outputs(Shared<float> g, const T* source, int from) const {
-    const int outputs = s.outputs - first_output_, left = s.positions - from;
+    const int outputs = s.outputs - first_output(), left = s.positions - from;
     if constexpr (kLast) {
       const auto copy = [&](auto count) {
         constexpr int kCount = decltype(count)::value, kAcross = Sizes::kOutputs / kCount;
         const int o = threadIdx.x % kAcross * kCount;
         const T* at = source + o * s.output.channel;
-#pragma unroll
+#pragma unroll 4
         for (int p = threadIdx.x / kAcross; p < kChunk; p += Sizes::kThreads / kAcross)
           copy_values<kCount>(s, g + (p * Sizes::kOutputPitch + o), at + (from + p) * s.output.pixel,
                               o < outputs && p < left);
@@ -281,7 +290,7 @@ class ProductTile {
         constexpr int kCount = decltype(count)::value, kAcross = kChunk / kCount;
         const int p = threadIdx.x % kAcross * kCount;
         const T* at = source + (from + p) * s.output.pixel;
-#pragma unroll
+#pragma unroll 4
         for (int o = threadIdx.x / kAcross; o < Sizes::kOutputs; o += Sizes::kThreads / kAcross)
           copy_values<kCount>(s, g + (o * Sizes::kPitch + p), at + o * s.output.channel, o < outputs && p < left);
       };
@@ -298,11 +307,11 @@ class ProductTile {
     const int r = threadIdx.x % kAcross * kCount;
     const int channel = table_[4 * r], d = table_[4 * r + 1], h = table_[4 * r + 2], w = table_[4 * r + 3];
     const T* at = source + channel * s.input.channel;
-#pragma unroll
+#pragma unroll 4
     for (int p = threadIdx.x / kAcross; p < kChunk; p += Sizes::kThreads / kAcross) {
       const Coordinates c = position_at(s, min(from + p, s.positions - 1));
       const int pixel = pixel_at(s, c.d + d, c.h + h, c.w + w);
-      const bool valid = pixel >= 0 && first_row_ + r < s.rows && from + p < s.positions;
+      const bool valid = pixel >= 0 && first_row() + r < s.rows && from + p < s.positions;
       copy_values<kCount>(s, x + (p * Sizes::kRowPitch + r), at + (valid ? pixel : 0) * s.input.pixel, valid);
     }
   }
@@ -310,11 +319,11 @@ class ProductTile {
   __device__ __forceinline__ void stage_rows(Shared<float> x, const T* source, int from) const {
     const int p = threadIdx.x % kChunk;
     const Coordinates c = position_at(s, min(from + p, s.positions - 1));
-#pragma unroll 4
+#pragma unroll 2
     for (int r = threadIdx.x / kChunk; r < Sizes::kRows; r += Sizes::kThreads / kChunk) {
       const int channel = table_[4 * r], d = table_[4 * r + 1], h = table_[4 * r + 2], w = table_[4 * r + 3];
       const int pixel = pixel_at(s, c.d + d, c.h + h, c.w + w);
-      const bool valid = pixel >= 0 && first_row_ + r < s.rows && from + p < s.positions;
+      const bool valid = pixel >= 0 && first_row() + r < s.rows && from + p < s.positions;
       copy_values<1>(s, x + (r * Sizes::kPitch + p),
                      source + channel * s.input.channel + (valid ? pixel : 0) * s.input.pixel, valid);
     }
@@ -325,11 +334,13 @@ class ProductTile {
     const Coordinates begin = position_at(s, from), end = position_at(s, min(from + kChunk, s.positions) - 1);
     const int start = s.flat(begin.d, begin.h, begin.w);
     const int pixels = s.flat(end.d, end.h, end.w) - start + s.reach + 1;
-    const int channels = s.by_taps.quotient(min(first_row_ + Sizes::kRows, s.rows) - 1) - first_channel_ + 1;
+    const int channels = s.by_taps.quotient(min(first_row() + Sizes::kRows, s.rows) - 1) - first_channel() + 1;
+#pragma unroll 1
     for (int i = threadIdx.x; i < pixels; i += Sizes::kThreads) {
       const Coordinates c = split(start + i, s.map_height, s.map_width);
       const int pixel = pixel_at(s, c.d, c.h, c.w);
-      const T* at = source + first_channel_ * s.input.channel + (pixel < 0 ? 0 : pixel) * s.input.pixel;
+      const T* at = source + first_channel() * s.input.channel + (pixel < 0 ? 0 : pixel) * s.input.pixel;
+#pragma unroll 2
       for (int k = 0; k < channels; ++k) copy_values<1>(s, x + (k * t.slab + i), at + k * s.input.channel, pixel >= 0);
     }
     // Behind the last position, its own values again: outputs are zero there.
@@ -358,14 +369,14 @@ class ProductTile {
       for (int m = 0; m < kFragmentsM; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int o = warp_output_ + m * 16 + mma_a_row(i), p = step + mma_a_depth<tf32>(i);
+          const int o = warp_output() + m * 16 + mma_a_row(i), p = step + mma_a_depth<tf32>(i);
           tf32_parts(split, g[kLast ? p * Sizes::kOutputPitch + o : o * Sizes::kPitch + p], high[m][i], low[m][i]);
         }
       int at[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int p = step + mma_b_depth<tf32>(i);
-        at[i] = kLast ? p * Sizes::kRowPitch + warp_row_ + lane / 4 : static_cast<int>(offsets(x)[p]);
+        at[i] = kLast ? p * Sizes::kRowPitch + warp_row() + lane / 4 : static_cast<int>(offsets(x)[p]);
       }
 #pragma unroll
       for (int n = 0; n < kFragmentsN; ++n) {
@@ -403,8 +414,7 @@ class ProductTile {
   // The warp's entries in double, one after the other: each lane finds those of all lanes and keeps its own.
   template <typename Fold>
   __device__ __forceinline__ void again(int64_t b, int begin, int end, Fold fold) const {
-    const T* g = output_ - (int64_t{group} * s.outputs + first_output_) * s.output.channel + b * s.output.example;
-    const T* x = input_ - int64_t{group} * s.channels * s.input.channel + b * s.input.example;
+    const T *x = input_ + b * s.input.example, *g = output_ + b * s.output.example;
 #pragma unroll 1
     for (int value = 0; value < kValues; ++value) {
       double mine = 0;
@@ -412,7 +422,7 @@ class ProductTile {
       for (int lane = 0; lane < static_cast<int>(kWarp); ++lane) {
         const int o = __shfl_sync(kAllLanes, output(value), lane), r = __shfl_sync(kAllLanes, row(value), lane);
         if (o >= s.outputs || r >= s.rows) continue;
-        const double sum = example_entry(s, x, g, group, o, channel_of(r), tap_of(r), begin, end);
+        const double sum = example_entry(s, x, g, group(), o, channel_of(r), tap_of(r), begin, end);
         if (lane == static_cast<int>(threadIdx.x % kWarp)) mine = sum;
       }
 #pragma unroll
