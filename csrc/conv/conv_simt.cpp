@@ -58,7 +58,7 @@ py::object squared_norms(const py::array& map, const py::array& grads, const Map
 }
 
 py::object clipped_sums(const py::array& map, const py::array& grads, const py::array& weights, const Maps& m,
-                        bool transposed, bool bias, bool tf32, const std::string& schedule) {
+                        bool tf32, const std::string& schedule) {
   return for_dtype<float, double, bfloat16, half>(map, [&](auto zero) {
     using T = decltype(zero);
     Call call(schedule);
@@ -70,14 +70,27 @@ py::object clipped_sums(const py::array& map, const py::array& grads, const py::
     params.tf32 = tf32;
     params.partial_sums = call.scratch<double>(conv_sum_scratch(params));
     conv_clipped_sums_cuda(params, call.stream());
-    if (bias) {
-      const int64_t channels = transposed ? s.in_channels : s.out_channels;
-      ConvBiasSumParams<T> biases{
-          transposed ? x : g, transposed ? m.map : m.grads,           w, call.output<double>({channels}), s.batch,
-          channels,           transposed ? s.pixels() : s.positions()};
-      biases.scratch = call.scratch<double>(s.batch * channels);
-      conv_bias_sums_cuda(biases, call.stream());
-    }
+    return call.result();
+  });
+}
+
+// source: the map or the grads, whose bias is summed.
+py::object bias_sums(const py::array& source, const py::array& weights, const Maps& m, bool transposed,
+                     const std::string& schedule) {
+  return for_dtype<float, double, bfloat16, half>(source, [&](auto zero) {
+    using T = decltype(zero);
+    Call call(schedule);
+    const ConvShape& s = m.shape;
+    const int64_t channels = transposed ? s.in_channels : s.out_channels;
+    ConvBiasSumParams<T> params{call.input<T>(source),
+                                transposed ? m.map : m.grads,
+                                call.input<double>(weights),
+                                call.output<double>({channels}),
+                                s.batch,
+                                channels,
+                                transposed ? s.pixels() : s.positions()};
+    params.scratch = call.scratch<double>(s.batch * channels);
+    conv_bias_sums_cuda(params, call.stream());
     return call.result();
   });
 }
@@ -94,8 +107,9 @@ const Family conv([](py::module_& m) {
         py::arg("transposed") = false, py::arg("weight") = true, py::arg("bias") = true, py::arg("store") = false,
         py::arg("tf32") = false, py::arg("strategy") = ConvStrategy::kAuto, py::arg("schedule"));
   m.def("conv_clipped_sums", clipped_sums, py::arg("map"), py::arg("grads"), py::arg("weights"), py::arg("maps"),
-        py::kw_only(), py::arg("transposed") = false, py::arg("bias") = true, py::arg("tf32") = false,
-        py::arg("schedule"));
+        py::kw_only(), py::arg("tf32") = false, py::arg("schedule"));
+  m.def("conv_bias_sums", bias_sums, py::arg("source"), py::arg("weights"), py::arg("maps"), py::kw_only(),
+        py::arg("transposed") = false, py::arg("schedule"));
 });
 
 }  // namespace

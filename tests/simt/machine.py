@@ -43,9 +43,11 @@ def load(path: Path) -> ModuleType:
 
 def kernels(family: str) -> set[str]:
     """The names of the kernels in the family's .cu files, and of those in common/ that they include."""
-    texts = [path.read_text() for path in (ROOT / "csrc" / family).glob("*.cu*")]
-    included = {name for text in texts for name in re.findall(r'#include "(common/\w+\.cuh)"', text)}
-    texts += [(ROOT / "csrc" / name).read_text() for name in included]
+    paths = list((ROOT / "csrc" / family).glob("*.cu*"))
+    for path in paths:  # grows as it goes
+        included = re.findall(r'#include "(common/\w+\.cuh)"', path.read_text())
+        paths += [ROOT / "csrc" / name for name in included if ROOT / "csrc" / name not in paths]
+    texts = [path.read_text() for path in paths]
     return {name for text in texts for name in re.findall(r"__global__\s+void[^;{]*?(\w+_kernel)\s*\(", text)}
 
 

@@ -99,8 +99,12 @@ class Device:
         more["strategy"] = getattr(self.simt.module.ConvStrategy, strategy)
         return self.simt.conv_squared_norms(*self.maps, self.shape, transposed=self.transposed, **more)
 
-    def sums(self, weights: Tensor, **more: Any) -> Any:
-        return self.simt.conv_clipped_sums(*self.maps, weights, self.shape, transposed=self.transposed, **more)
+    def sums(self, weights: Tensor, bias: bool = True, **more: Any) -> Any:
+        sums = self.simt.conv_clipped_sums(*self.maps, weights, self.shape, **more)
+        if not bias:
+            return sums
+        source = self.maps[0 if self.transposed else 1]
+        return sums, self.simt.conv_bias_sums(source, weights, self.shape, transposed=self.transposed)
 
 
 def assert_matches(simt: Machine, case: Case, dtype: torch.dtype, last: tuple[bool, bool], tf32: bool = False) -> None:
