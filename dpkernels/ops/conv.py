@@ -63,7 +63,7 @@ def conv_squared_norms(
         plan = conv_plan(tuple(input.shape[1:]), tuple(output_grads.shape[1:]), settings)
         store = strategy != "gram" and plan.way == "stored"
     norms, weight_grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
-        *_dense(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy)
+        *_dense(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy), _tf32(input)
     )
     return norms, weight_grads.movedim(-1, 1) if store and weight else None, bias_grads if bias else None
 
@@ -100,8 +100,13 @@ def conv_clipped_sums(
     settings = _settings(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     require_weights(weights, input.size(0))
     return torch.ops.dpkernels.conv_clipped_sums(
-        *_dense(input, output_grads), weights.contiguous(), *settings, weight, bias
+        *_dense(input, output_grads), weights.contiguous(), *settings, weight, bias, _tf32(input)
     )
+
+
+def _tf32(input: Tensor) -> bool:
+    """Whether products may be rounded to TF32: torch's own setting, which is of CUDA alone."""
+    return input.is_cuda and torch.backends.cudnn.allow_tf32
 
 
 def _dense(*maps: Tensor) -> tuple[Tensor, ...]:
@@ -222,6 +227,7 @@ def _(
     bias: bool,
     store: bool,
     strategy: int,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     outputs, *rows = _weight_shape(input, output_grads, kernel_size, groups, transposed)
     batch, stored = input.size(0), store and weight
@@ -245,6 +251,7 @@ def _(
     transposed: bool,
     weight: bool,
     bias: bool,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = _weight_shape(input, output_grads, kernel_size, groups, transposed)
     return (

@@ -12,6 +12,11 @@ _clipped_sums = torch.ops.dpkernels.linear_clipped_sums.default
 _REFUSED = (RuntimeError, TypeError)
 
 
+def _tf32(activations: Tensor) -> bool:
+    """Whether products may be rounded to TF32: torch's own setting, which is of CUDA alone."""
+    return activations.is_cuda and torch.backends.cuda.matmul.allow_tf32
+
+
 def _check(activations: Tensor, output_grads: Tensor) -> None:
     require_tensor(activations, "activations", "[batch, positions, in_features]")
     require_tensor(output_grads, "output_grads", "[batch, positions, out_features]")
@@ -36,10 +41,10 @@ def linear_squared_norms(
         ValueError, TypeError: shapes or dtypes do not fit.
     """
     try:
-        return _squared_norms(activations, output_grads, weight, bias)
+        return _squared_norms(activations, output_grads, weight, bias, _tf32(activations))
     except _REFUSED:
         _check(activations, output_grads)
-        return _squared_norms(*widen(activations, output_grads), weight, bias)
+        return _squared_norms(*widen(activations, output_grads), weight, bias, _tf32(activations))
 
 
 def linear_forward(activations: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,15 +95,16 @@ def linear_clipped_sums(
         ValueError, TypeError: shapes or dtypes do not fit.
     """
     try:
-        return _clipped_sums(activations, output_grads, weights, weight, bias)
+        return _clipped_sums(activations, output_grads, weights, weight, bias, _tf32(activations))
     except _REFUSED:
         _check(activations, output_grads)
         require_weights(weights, activations.size(0))
-        return _clipped_sums(*widen(activations, output_grads), weights.contiguous(), weight, bias)
+        tensors = *widen(activations, output_grads), weights.contiguous()
+        return _clipped_sums(*tensors, weight, bias, _tf32(activations))
 
 
 @torch.library.register_fake("dpkernels::linear_squared_norms")
-def _(activations: Tensor, output_grads: Tensor, weight: bool, bias: bool) -> Tensor:
+def _(activations: Tensor, output_grads: Tensor, weight: bool, bias: bool, tf32: bool = False) -> Tensor:
     return activations.new_empty(activations.size(0), dtype=torch.float64)
 
 
@@ -109,7 +115,9 @@ def _(activations: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 @torch.library.register_fake("dpkernels::linear_clipped_sums")
-def _(activations: Tensor, output_grads: Tensor, weights: Tensor, weight: bool, bias: bool) -> tuple[Tensor, Tensor]:
+def _(
+    activations: Tensor, output_grads: Tensor, weights: Tensor, weight: bool, bias: bool, tf32: bool = False
+) -> tuple[Tensor, Tensor]:
     p, d = activations.size(2), output_grads.size(2)
     new = lambda *shape: activations.new_empty(shape, dtype=torch.float64)  # noqa: E731
     return new(d if weight else 0, p if weight else 0), new(d if bias else 0)

@@ -251,7 +251,7 @@ def _plain(**lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    if tensor.dtype in _COMPUTED and tensor.is_contiguous():
+    if (tensor.dtype in _COMPUTED or tensor.is_cuda) and tensor.is_contiguous():
         return tensor
     return tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).contiguous()
 
