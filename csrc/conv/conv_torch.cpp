@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor> clipped_sums(const Tensor& input, const Tensor& outpu
   check_size(weights.size(0) == s.batch, "weights, input");
   const ConvLayout input_layout = layout_of(input, "input"), grads_layout = layout_of(output_grads, "output_grads");
   const int64_t channels = output_grads.size(1), positions = positions_of(output_grads);
-  const int64_t size = s.rows() * s.out_channels;
+  [[maybe_unused]] const int64_t size = s.rows() * s.out_channels;
   const Ints sum_sizes = weight ? around({s.out_channels, s.group_in()}, kernel) : Ints{0};
   Tensor weight_sum = new_tensor(input, sum_sizes, ScalarType::Double);
   Tensor bias_sum = empty_double(input, {bias ? channels : 0});
