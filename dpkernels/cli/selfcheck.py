@@ -48,7 +48,7 @@ def _run(name: str, function: Callable[[], tuple[bool, str]]) -> Check:
     return Check(name, ok, detail)
 
 
-# ---- clipping: every registered layer against the loop over single examples, under every instruction set
+# ---- clipping: every registered layer against the loop over single examples, on all that runs kernels here
 
 _BATCH = 5
 
@@ -99,23 +99,30 @@ def _layer(module_type: type[nn.Module]) -> tuple[bool, str]:
     if module_type not in SAMPLES:
         return False, "no sample of this layer to check it with"
     worst, before = 0.0, _native.active_isa()
+    places = _native.isas() + (["cuda"] if _native.has_cuda and torch.cuda.is_available() else [])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, x = SAMPLES[module_type]()
         with torch.no_grad():
             target = torch.randn_like(_Probe(module)(x))
         try:
-            for isa in _native.isas():
-                _native.set_isa(isa)
+            for place in places:
+                device = "cuda" if place == "cuda" else "cpu"
+                if device == "cpu":
+                    _native.set_isa(place)
                 report = compare_with_loop(
-                    _Probe(module), lambda output, y: (output - y).square().sum(1), x, target, max_grad_norm=0.5
+                    _Probe(module).to(device),
+                    lambda output, y: (output - y).square().sum(1),
+                    x.to(device),
+                    target.to(device),
+                    max_grad_norm=0.5,
                 )
                 if not report.ok:
-                    return False, f"{', '.join(report.wrong)} off by {max(report.deviations.values()):.1e} under {isa}"
+                    return False, f"{', '.join(report.wrong)} off by {max(report.deviations.values()):.1e} on {place}"
                 worst = max(worst, *report.deviations.values())
         finally:
             _native.set_isa(before)
-    return True, f"at most {worst:.0e} from the loop over single examples ({', '.join(_native.isas())})"
+    return True, f"at most {worst:.0e} from the loop over single examples ({', '.join(places)})"
 
 
 # ---- randomness
