@@ -98,10 +98,10 @@ std::tuple<Tensor, Tensor, Tensor> squared_norms(const Tensor& input, const Tens
   const ConvShape s = shape_of(input, output_grads, kernel, stride, padding, dilation, groups, transposed);
   check_size(0 <= strategy && strategy <= 2, "strategy");
   ConvStrategy chosen = static_cast<ConvStrategy>(strategy);
-#if defined(USE_CUDA)
-  if (chosen == ConvStrategy::kAuto) chosen = ConvStrategy::kDirect;
+  if (chosen == ConvStrategy::kAuto && store) chosen = ConvStrategy::kDirect;
+#if !defined(USE_CUDA)  // there the launcher chooses
+  if (chosen == ConvStrategy::kAuto) chosen = conv_strategy(s);
 #endif
-  if (chosen == ConvStrategy::kAuto) chosen = store ? ConvStrategy::kDirect : conv_strategy(s);
   check_size(!store || chosen == ConvStrategy::kDirect, "store, strategy");
   const bool stored = store && weight;
   const ConvLayout input_layout = layout_of(input, "input"), grads_layout = layout_of(output_grads, "output_grads");
