@@ -46,6 +46,11 @@ struct LayerNormParams {
 template <typename T>
 void group_norm_backward_cpu(const GroupNormParams<T>& params, int64_t begin, int64_t end);
 
+// Examples begin <= b < end of maps that lie with their channels last: x, output_grads and input_grads are
+// [batch, spatial, channels].
+template <typename T>
+void group_norm_last_backward_cpu(const GroupNormParams<T>& params, int64_t begin, int64_t end);
+
 // Examples begin <= b < end.
 template <typename T>
 void layer_norm_backward_cpu(const LayerNormParams<T>& params, int64_t begin, int64_t end);

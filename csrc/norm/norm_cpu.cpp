@@ -4,7 +4,7 @@
 //   dx = rstd (gamma g - sum(gamma g) / n - xhat sum(gamma g xhat) / n)
 // where RMS norm has no second term and given statistics have neither. Group norm: the sums over a channel's positions
 // are the parameters' gradients, and the input's gradient combines those of a group. Memory: x and g are read once,
-// a group (or a row) at a time, and found in cache when dx is written.
+// a group (or a row) at a time, and found in cache when dx is written; with the channels last, an example at a time.
 //
 // Products are accumulated in T over at most kBlock positions and in double beyond. (x - mean) * rstd is taken in this
 // order: it neither cancels like x * rstd - mean * rstd nor leaves the range of T.
@@ -105,6 +105,58 @@ void group_norm_backward(const GroupNormParams<T>& q, int64_t begin, int64_t end
   }
 }
 
+// The same with the channels last: every loop runs over all channels of a position.
+template <typename T>
+void group_norm_last_backward(const GroupNormParams<T>& q, int64_t begin, int64_t end) {
+  const int64_t n = q.channels, width = n / q.groups;
+  std::vector<T> of_channel(6 * n);
+  T *mean = of_channel.data(), *rstd = mean + n, *scaled = rstd + n, *plain = scaled + n, *factor = plain + n;
+  T *offset = scaled, *slope = plain, *xhat = factor + n;  // the sums are done when offset and slope are needed
+  for (int64_t b = begin; b < end; ++b) {
+    for (int64_t c = 0; c < n; ++c) {
+      mean[c] = q.mean[b * q.groups + c / width];
+      rstd[c] = q.rstd[b * q.groups + c / width];
+    }
+    double *weight_grads = q.weight_grads + b * n, *bias_grads = q.bias_grads + b * n;
+    std::fill_n(weight_grads, n, 0.);
+    std::fill_n(bias_grads, n, 0.);
+    for (int64_t s = 0; s < q.spatial;) {
+      std::fill_n(scaled, n, T{0});
+      std::fill_n(plain, n, T{0});
+      for (const int64_t stop = std::min(s + kRows, q.spatial); s < stop; ++s) {
+        const T* __restrict x = q.x + (b * q.spatial + s) * n;
+        const T* __restrict g = q.output_grads + (b * q.spatial + s) * n;
+        for (int64_t c = 0; c < n; ++c) scaled[c] += g[c] * ((x[c] - mean[c]) * rstd[c]);
+        for (int64_t c = 0; c < n; ++c) plain[c] += g[c];
+      }
+      for (int64_t c = 0; c < n; ++c) weight_grads[c] += static_cast<double>(scaled[c]);
+      for (int64_t c = 0; c < n; ++c) bias_grads[c] += static_cast<double>(plain[c]);
+    }
+    if (!q.input_grads) continue;
+    const double count = static_cast<double>(width * q.spatial);
+    for (int64_t first = 0; first < n; first += width) {
+      double of_group = 0, of_group_plain = 0;
+      for (int64_t c = first; c < first + width; ++c) {
+        const double gamma = q.weight ? static_cast<double>(q.weight[c]) : 1;
+        of_group += weight_grads[c] * gamma;
+        of_group_plain += bias_grads[c] * gamma;
+        factor[c] = q.weight ? rstd[c] * q.weight[c] : rstd[c];
+      }
+      std::fill_n(offset + first, width, static_cast<T>(rstd[first] * of_group_plain / count));
+      std::fill_n(slope + first, width, static_cast<T>(rstd[first] * of_group / count));
+    }
+    for (int64_t s = 0; s < q.spatial; ++s) {
+      const int64_t at = (b * q.spatial + s) * n;
+      const T* __restrict x = q.x + at, * __restrict g = q.output_grads + at;
+      T* __restrict to = q.input_grads + at;
+      for (int64_t c = 0; c < n; ++c) to[c] = factor[c] * g[c];
+      if (q.fixed) continue;
+      for (int64_t c = 0; c < n; ++c) xhat[c] = (x[c] - mean[c]) * rstd[c];
+      for (int64_t c = 0; c < n; ++c) to[c] = to[c] - offset[c] - slope[c] * xhat[c];
+    }
+  }
+}
+
 // One position: adds g xhat and g to the blocks (a fresh block holds nothing yet), and returns the row's sums of
 // gamma g xhat and gamma g.
 template <bool kFresh, typename T>
@@ -182,6 +234,8 @@ void layer_norm_backward(const LayerNormParams<T>& q, int64_t begin, int64_t end
 
 void group_backward(const GroupNormParams<float>& q, int64_t b, int64_t e) { group_norm_backward(q, b, e); }
 void group_backward(const GroupNormParams<double>& q, int64_t b, int64_t e) { group_norm_backward(q, b, e); }
+void last_backward(const GroupNormParams<float>& q, int64_t b, int64_t e) { group_norm_last_backward(q, b, e); }
+void last_backward(const GroupNormParams<double>& q, int64_t b, int64_t e) { group_norm_last_backward(q, b, e); }
 void layer_backward(const LayerNormParams<float>& q, int64_t b, int64_t e) { layer_norm_backward(q, b, e); }
 void layer_backward(const LayerNormParams<double>& q, int64_t b, int64_t e) { layer_norm_backward(q, b, e); }
 
@@ -197,12 +251,19 @@ void group_norm_backward_cpu(const GroupNormParams<T>& params, int64_t begin, in
 }
 
 template <typename T>
+void group_norm_last_backward_cpu(const GroupNormParams<T>& params, int64_t begin, int64_t end) {
+  DPK_DISPATCH(last_backward, params, begin, end);
+}
+
+template <typename T>
 void layer_norm_backward_cpu(const LayerNormParams<T>& params, int64_t begin, int64_t end) {
   DPK_DISPATCH(layer_backward, params, begin, end);
 }
 
 template void group_norm_backward_cpu(const GroupNormParams<float>&, int64_t, int64_t);
 template void group_norm_backward_cpu(const GroupNormParams<double>&, int64_t, int64_t);
+template void group_norm_last_backward_cpu(const GroupNormParams<float>&, int64_t, int64_t);
+template void group_norm_last_backward_cpu(const GroupNormParams<double>&, int64_t, int64_t);
 template void layer_norm_backward_cpu(const LayerNormParams<float>&, int64_t, int64_t);
 template void layer_norm_backward_cpu(const LayerNormParams<double>&, int64_t, int64_t);
 

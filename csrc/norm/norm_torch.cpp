@@ -9,9 +9,17 @@ namespace {
 
 using Grads = std::tuple<Tensor, Tensor, Tensor>;  // input, weight, bias
 
-void check_values(const Tensor& x, const Tensor& output_grads) {
-  check_input(x, "x", 3, x.scalar_type());
-  check_input(output_grads, "output_grads", 3, x.scalar_type());
+// Whether a map [batch, channels, spatial] lies as [batch, spatial, channels], which the CPU's kernel reads as it is.
+bool channels_last(const Tensor& t) {
+  return t.is_cpu() && !t.is_contiguous() && t.stride(1) == 1 && t.stride(2) == t.size(1) &&
+         (t.size(0) == 1 || t.stride(0) == t.size(1) * t.size(2));
+}
+
+void check_values(const Tensor& x, const Tensor& output_grads, bool may_be_last) {
+  check_kind(x, "x", 3, x.scalar_type());
+  check_kind(output_grads, "output_grads", 3, x.scalar_type());
+  const bool last = may_be_last && channels_last(x) && channels_last(output_grads);
+  STD_TORCH_CHECK(last || (x.is_contiguous() && output_grads.is_contiguous()), "x and output_grads must be contiguous");
   for (int64_t dim = 0; dim < 3; ++dim) check_size(output_grads.size(dim) == x.size(dim), "output_grads, x");
 }
 
@@ -29,7 +37,7 @@ Grads allocate(const Tensor& x, bool input_grads, int64_t size) {
 Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Tensor& mean, const Tensor& rstd,
                           const std::optional<Tensor>& weight, bool fixed, bool input_grads) {
   const OnDevice device(x);
-  check_values(x, output_grads);
+  check_values(x, output_grads, true);
   check_input(mean, "mean", 2, acc_type(x));
   check_input(rstd, "rstd", 2, acc_type(x));
   const int64_t batch = x.size(0), channels = x.size(1), groups = mean.size(1);
@@ -51,6 +59,9 @@ Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Ten
                                     groups,
                                     x.size(2),
                                     fixed};
+    if (channels_last(x))
+      return parallel(batch, channels * x.size(2),
+                      [&](auto begin, auto end) { group_norm_last_backward_cpu(params, begin, end); });
     run(
         batch * groups, channels / groups * x.size(2),
         [&](auto begin, auto end) { group_norm_backward_cpu(params, begin, end); },
@@ -62,7 +73,7 @@ Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Ten
 Grads layer_norm_backward(const Tensor& x, const Tensor& output_grads, const std::optional<Tensor>& mean,
                           const Tensor& rstd, const std::optional<Tensor>& weight, bool input_grads) {
   const OnDevice device(x);
-  check_values(x, output_grads);
+  check_values(x, output_grads, false);
   const int64_t batch = x.size(0), positions = x.size(1), features = x.size(2);
   if (mean) {
     check_input(*mean, "mean", 2, acc_type(x));

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpkernels import _native  # noqa: F401  (loads the operators)
-from dpkernels.ops._checks import require_size, require_tensor, widen
+from dpkernels.ops._checks import as_they_lie, require_size, require_tensor
 
 Grads = tuple[Tensor | None, Tensor, Tensor]
 
@@ -26,13 +26,20 @@ def _check_weight(weight: Tensor | None, size: int, name: str) -> None:
 
 
 def _widen(
-    x: Tensor, output_grads: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None
+    x: Tensor, output_grads: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, *, last: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """As the kernels take them: x, output_grads and weight in one dtype, the statistics in what it is computed with."""
-    maps = widen(*(t for t in (x, output_grads, weight) if t is not None))
-    computed = torch.float64 if maps[0].dtype == torch.float64 else torch.float32
+    """As the kernels take them: x, output_grads and weight in one dtype, the statistics in what it is computed with.
+    Everything is contiguous, but with ``last`` the maps lie as [batch, spatial, channels]."""
+    plain = as_they_lie(*(t for t in (x, output_grads, weight) if t is not None))
+    maps = (t.mT.contiguous().mT if last else t.contiguous() for t in plain[:2])
+    computed = torch.float64 if plain[0].dtype == torch.float64 else torch.float32
     statistics = (None if t is None else t.detach().to(computed).contiguous() for t in (mean, rstd))
-    return *maps[:2], *statistics, None if weight is None else maps[2]
+    return *maps, *statistics, None if weight is None else plain[2].contiguous()
+
+
+def _channels_last(x: Tensor) -> bool:
+    """Whether a map [batch, channels, spatial] lies as [batch, spatial, channels], which the CPU's kernel takes."""
+    return x.device.type == "cpu" and not x.is_contiguous() and x.mT.is_contiguous()
 
 
 def group_norm_backward(
@@ -72,7 +79,7 @@ def group_norm_backward(
     if mean.size(1) == 0 or channels % mean.size(1):
         raise ValueError(f"mean must have groups that divide the {channels} channels of x, got {mean.size(1)}")
     _check_weight(weight, channels, "channels")
-    values = _widen(x, output_grads, mean, rstd, weight)
+    values = _widen(x, output_grads, mean, rstd, weight, last=_channels_last(x))
     dx, weight_grads, bias_grads = torch.ops.dpkernels.group_norm_backward(*values, fixed, input_grads)
     return dx.to(x.dtype) if input_grads else None, weight_grads, bias_grads
 

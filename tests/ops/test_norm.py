@@ -19,6 +19,11 @@ def group_example(batch: int, channels: int, spatial: int, groups: int, dtype: t
     return [t.to(dtype) for t in (x, torch.randn_like(x), mean, rstd, torch.randn(channels))]
 
 
+def channels_last(maps: torch.Tensor) -> torch.Tensor:
+    """The same values, in memory as [batch, spatial, channels]."""
+    return maps.mT.contiguous().mT
+
+
 def layer_example(batch: int, positions: int, features: int, dtype: torch.dtype) -> list[torch.Tensor]:
     x, mean, rstd = torch.randn(batch, positions, features), torch.randn(batch, positions), torch.rand(batch, positions)
     rstd = rstd + 0.5
@@ -40,8 +45,13 @@ def assert_matches(got: Any, want: Any, scale: torch.Tensor, dtype: torch.dtype)
 @pytest.mark.parametrize("shape", GROUP_SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["own", "fixed", "plain"])
-def test_group_norm_matches_reference(isa: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize("last", ["", "x", "x and g"])  # what lies with its channels last
+def test_group_norm_matches_reference(
+    isa: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, last: str
+) -> None:
     x, g, mean, rstd, weight = group_example(*shape, dtype)
+    x = channels_last(x) if "x" in last else x
+    g = channels_last(g) if "g" in last else g
     if kind == "fixed":
         mean, rstd = torch.randn(shape[:2]).to(dtype), torch.rand(shape[:2]).to(dtype) + 1
     scales, fixed = None if kind == "plain" else weight, kind == "fixed"
@@ -50,6 +60,7 @@ def test_group_norm_matches_reference(isa: str, shape: tuple[int, ...], dtype: t
     size = reference.group_norm_backward(wide[0].abs(), wide[1].abs(), -wide[2].abs(), *wide[3:])
     got = group_norm_backward(x, g, mean, rstd, scales, fixed=fixed)
     assert_matches(got, want, size[1] + size[2], dtype)
+    assert got[0].stride() == x.stride()
     absent = group_norm_backward(x, g, mean, rstd, scales, input_grads=False)
     assert absent[0] is None
     assert torch.equal(absent[1], got[1])
@@ -134,14 +145,17 @@ def test_large_mean_does_not_cancel(isa: str) -> None:
     x = x + 2000
     _, mean, rstd = torch.native_group_norm(x, None, None, 2, 4, 200, 2, 1e-5)
     want = reference.group_norm_backward(*(t.double() for t in (x, g, mean, rstd, weight)))
-    got = group_norm_backward(x, g, mean, rstd, weight)
-    for values, expected in zip(got, want, strict=True):
-        torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+    for maps in ((x, g), (channels_last(x), channels_last(g))):
+        got = group_norm_backward(*maps, mean, rstd, weight)
+        for values, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_other_examples_do_not_matter() -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_other_examples_do_not_matter(last: bool) -> None:
     """An example of NaN leaves the others' gradients as they are."""
     values = group_example(3, 4, 20, 2, torch.float32)
+    values[:2] = (channels_last(t) if last else t for t in values[:2])
     before = group_norm_backward(*values)
     values[0][1], values[1][1] = torch.nan, torch.inf
     for got, want in zip(group_norm_backward(*values), before, strict=True):
@@ -155,7 +169,8 @@ def test_same_bits_for_any_number_of_threads() -> None:
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append((*group_norm_backward(*group), *layer_norm_backward(*layer)))
+        last = group_norm_backward(*(channels_last(t) for t in group[:2]), *group[2:])
+        results.append((*group_norm_backward(*group), *last, *layer_norm_backward(*layer)))
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
