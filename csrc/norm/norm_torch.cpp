@@ -59,12 +59,12 @@ Grads group_norm_backward(const Tensor& x, const Tensor& output_grads, const Ten
                                     groups,
                                     x.size(2),
                                     fixed};
-    if (channels_last(x))
-      return parallel(batch, channels * x.size(2),
-                      [&](auto begin, auto end) { group_norm_last_backward_cpu(params, begin, end); });
+    const bool last = channels_last(x);
     run(
-        batch * groups, channels / groups * x.size(2),
-        [&](auto begin, auto end) { group_norm_backward_cpu(params, begin, end); },
+        last ? batch : batch * groups, (last ? channels : channels / groups) * x.size(2),
+        [&](auto begin, auto end) {
+          last ? group_norm_last_backward_cpu(params, begin, end) : group_norm_backward_cpu(params, begin, end);
+        },
         [&](auto stream) { group_norm_backward_cuda(params, batch, stream); });
   });
   return grads;
