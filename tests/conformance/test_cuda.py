@@ -107,3 +107,21 @@ def test_a_broken_law_is_found(tmp_path: Path, file: str, old: str, new: str, wo
     (tmp_path / file).write_text(texts[file].replace(old, new, 1))
     (found,) = violations(tmp_path)
     assert words in found
+
+
+@pytest.mark.parametrize("source", sources(ROOT), ids=lambda path: path.stem)
+def test_a_binding_leaves_the_cpu_out_on_the_device(source: Path) -> None:
+    """The device's library holds no CPU kernels: what starts the CPU's threads is in `run`, or left out by hand."""
+    binding = source.with_name(f"{source.stem}_torch.cpp")
+    kept: list[str] = []
+    left_out = [False]
+    for line in binding.read_text().splitlines():
+        if line.startswith("#if"):
+            left_out.append("!defined(USE_CUDA)" in line)
+        elif line.startswith("#else"):
+            left_out[-1] = not left_out[-1]
+        elif line.startswith("#endif"):
+            left_out.pop()
+        elif not any(left_out):
+            kept.append(line)
+    assert "parallel(" not in "\n".join(kept)
