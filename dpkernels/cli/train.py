@@ -57,6 +57,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default sgd")
     parser.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate (default constant)")
     parser.add_argument("--warmup", type=float, metavar="F", help="fraction of the steps over which it rises")
+    parser.add_argument(
+        "--averaging",
+        type=float,
+        metavar="D",
+        help="leave a moving average of the weights with this decay",
+    )
     parser.add_argument("--features", choices=FEATURES, help="replace images by handcrafted features (default none)")
     parser.add_argument(
         "--normalization",

@@ -19,13 +19,15 @@ FORMAT = 1
 class Checkpoint:
     """What a run goes on from.
 
-    step: steps of the plan that were spent when it was written. seconds: of training so far.
+    step: steps of the plan that were spent when it was written. seconds: of training so far. averaged: the moving
+    average of the model, where the run has one.
     """
 
     step: int
     seconds: float
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
+    averaged: dict[str, Any] | None = None
 
     def save(self, path: Path) -> None:
         """Written whole or not at all."""

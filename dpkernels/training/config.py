@@ -49,6 +49,9 @@ class TrainConfig:
     schedule: str = "constant"
     warmup: float = 0.0
     """Fraction of all steps over which the learning rate rises from 0."""
+    averaging: float | None = None
+    """Decay of an exponential moving average of the weights, which is what the run then evaluates and leaves: computed
+    from noised updates alone, so at no privacy cost."""
     features: str = "none"
     """What images are replaced by before training: "none", "scatternet", or "scatternet-whitened", where its channels
     are decorrelated by statistics of synthetic images."""
@@ -187,7 +190,7 @@ def _defaults_by_shape(dataset: ImageDataset, size: int) -> dict[str, Any]:
 def check_values(values: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError, naming the field, for the first of `values` that is out of range."""
     for name, value in values.items():
-        if value is None and name in {"epsilon", "noise_multiplier", "groups", "norm_noise_multiplier", "seed"}:
+        if value is None and name in _OPTIONAL:
             continue
         if name not in _CHECKS:
             raise ValueError(f"{name} is not a field of a training configuration; those are {', '.join(_CHECKS)}")
@@ -198,6 +201,7 @@ def check_values(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
+_OPTIONAL = {"epsilon", "noise_multiplier", "averaging", "groups", "norm_noise_multiplier", "seed"}
 _Check = tuple[str, tuple[type, ...], Callable[[Any], bool]]
 _NUMBER = (int, float)
 _POSITIVE: _Check = ("a finite number > 0", _NUMBER, lambda value: 0 < value < math.inf)
@@ -225,6 +229,7 @@ _CHECKS: dict[str, _Check] = {
     "weight_decay": ("a finite number >= 0", _NUMBER, lambda value: 0 <= value < math.inf),
     "schedule": _one_of(SCHEDULES),
     "warmup": ("a fraction with 0 <= warmup < 1", _NUMBER, lambda value: 0 <= value < 1),
+    "averaging": ("a decay with 0 < averaging < 1", _NUMBER, lambda value: 0 < value < 1),
     "features": _one_of(FEATURES),
     "normalization": _one_of(NORMALIZATIONS),
     "groups": _COUNT,

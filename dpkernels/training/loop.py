@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 from dpkernels import models
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
@@ -131,6 +132,7 @@ class _Run:
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
         self.model = build_model(config, self.dataset, features, dataset.input_shape).to(execution.device)
+        self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
         self.optimizer = build_optimizer(config, plan, self.model, ledger)
         self.history: list[EpochResult] = []
         self.seconds = 0.0
@@ -147,6 +149,8 @@ class _Run:
         checkpoint = load_checkpoint(self.folder.checkpoint)
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
+        if self.averaged is not None and checkpoint.averaged is not None:
+            self.averaged.load_state_dict(checkpoint.averaged)
         self.history = self.folder.read_history(checkpoint.step)
         self.seconds = checkpoint.seconds
         self._started = time.monotonic() - self.seconds
@@ -183,6 +187,8 @@ class _Run:
                     break
                 lr = self.optimizer.param_groups[0]["lr"]
                 schedule.step()
+                if self.averaged is not None:
+                    self.averaged.update_parameters(self.model)
                 self.progress.step(step)
                 if self._ends_epoch(step):
                     self._evaluate(lr)
@@ -216,20 +222,25 @@ class _Run:
         batch, size = self.plan.batch_size, self.plan.dataset_size
         return step == self.plan.steps or step * batch // size > (step - 1) * batch // size
 
+    @property
+    def released(self) -> nn.Module:
+        """What the run evaluates and leaves."""
+        return self.model if self.averaged is None else self.averaged.module
+
+    def _accuracy(self, model: nn.Module) -> float:
+        execution = self.execution
+        return accuracy(model, self.dataset.test, device=execution.device, batch_size=execution.physical_batch_size)
+
     def _evaluate(self, lr: float) -> None:
         step = self.ledger.steps
         result = EpochResult(
             step=step,
             epoch=round(step * self.plan.batch_size / self.plan.dataset_size, 6),
-            test_accuracy=accuracy(
-                self.model,
-                self.dataset.test,
-                device=self.execution.device,
-                batch_size=self.execution.physical_batch_size,
-            ),
+            test_accuracy=self._accuracy(self.released),
             epsilon=epsilon_spent(self.ledger, self.plan),
             lr=lr,
             seconds=round(time.monotonic() - self._started, 3),
+            last_iterate_accuracy=None if self.averaged is None else self._accuracy(self.model),
         )
         self.history.append(result)
         self.folder.write_history(self.history)
@@ -239,9 +250,10 @@ class _Run:
         """History is written before: a line too many is dropped on a resume, one too few could not be made up."""
         begin = time.monotonic()
         self.seconds = begin - self._started
-        Checkpoint(self.ledger.steps, self.seconds, self.model.state_dict(), self.optimizer.state_dict()).save(
-            self.folder.checkpoint
-        )
+        averaged = None if self.averaged is None else self.averaged.state_dict()
+        Checkpoint(
+            self.ledger.steps, self.seconds, self.model.state_dict(), self.optimizer.state_dict(), averaged
+        ).save(self.folder.checkpoint)
         self._saved_at = time.monotonic()
         self._save_took = self._saved_at - begin
 
@@ -261,10 +273,21 @@ class _Run:
             statement=self.optimizer.privacy_statement(),
         )
         scale = self.dataset.test.value_range
-        report.write_model(self.folder.model, self.model, self.config, self.plan, pixel_range=scale)
+        report.write_model(self.folder.model, self.released, self.config, self.plan, pixel_range=scale)
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
         write_json(self.folder.metrics, document)
         return document
+
+
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """The exponential moving average of `model`'s weights: after n updates the decay is at most (1 + n) / (10 + n), so
+    that the first weights are soon forgotten."""
+
+    def average(averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
+        count = int(updates)
+        return averaged.lerp(current, 1 - min(decay, (1 + count) / (10 + count)))
+
+    return AveragedModel(model, avg_fn=average)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def metrics(
     last = history[-1]
     return {
         "test_accuracy": last.test_accuracy,
+        "last_iterate_accuracy": last.last_iterate_accuracy,
         "epsilon": plan.epsilon,
         "epsilon_spent": last.epsilon,
         "delta": plan.delta,

@@ -32,6 +32,8 @@ class EpochResult:
     lr: float
     seconds: float
     """Since the start of the run, without the time between a stop and a resume."""
+    last_iterate_accuracy: float | None = None
+    """Of the weights themselves, where test_accuracy is that of their moving average."""
 
 
 class RunFolder:

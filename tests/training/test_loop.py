@@ -266,6 +266,45 @@ def test_adaptive_optimizers(optimizer: str, tmp_path: Path, small: Small, run: 
     assert run(config, tmp_path / "run").metrics["test_accuracy"] > 0.5
 
 
+def test_a_moving_average_is_what_the_run_leaves(
+    tmp_path: Path,
+    small: Small,
+    run: Run,
+    reference: RunResult,
+    digits: ImageDataset,
+    interrupt_at: Callable[[int], Any],
+) -> None:
+    config = small(seed=5, schedule="cosine", averaging=0.3)
+    weights: list[dict[str, torch.Tensor]] = []
+    plain = reference.folder.read_history(STEPS)
+
+    def spy(run_: Any) -> None:
+        weights.append({name: value.clone() for name, value in run_.model.state_dict().items()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        logical_step = loop._Run._logical_step
+        patch.setattr(loop._Run, "_logical_step", lambda self, *a: (logical_step(self, *a), spy(self))[0])
+        whole = run(config, tmp_path / "whole")
+    assert same(whole.folder, reference.folder)  # training itself is as without
+    expected = weights[0]
+    for count, current in enumerate(weights[1:], start=1):
+        decay = min(0.3, (1 + count) / (10 + count))
+        expected = {name: decay * value + (1 - decay) * current[name] for name, value in expected.items()}
+    model = models.create("linear", digits.input_shape, 10)
+    load_model(model, str(whole.folder.model))
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+    history = whole.folder.read_history(STEPS)
+    assert [line.last_iterate_accuracy for line in history] == [line.test_accuracy for line in plain]
+    assert accuracy(model, digits.test) == whole.metrics["test_accuracy"] == history[-1].test_accuracy
+
+    run(config, tmp_path / "run", progress=interrupt_at(5))
+    resumed = run(config, tmp_path / "run", resume=True)
+    other = models.create("linear", digits.input_shape, 10)
+    load_model(other, str(resumed.folder.model))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_workers(tmp_path: Path, small: Small, run: Run, reference: RunResult) -> None:
     result = run(small(seed=5, schedule="cosine"), tmp_path / "run", workers=1)
     assert same(result.folder, reference.folder)
