@@ -13,24 +13,15 @@ smaller        Table 20: a smaller end-to-end CNN
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from benchmarks.papers.runner import Row
 from dpkernels.accounting import Gaussian, noise_multiplier
 from dpkernels.training import recipe
 
 QUIET = 0.01  # a noise multiplier below all other randomness; 0 is refused, since no plan could state its privacy
 SIZES = {"mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One configuration. paper: the test accuracy that the paper reports, in percent, and its standard deviation."""
-
-    name: str
-    fields: dict[str, Any] = field(hash=False)
-    paper: tuple[float, float] | None = None
 
 
 @lru_cache
