@@ -1,25 +1,41 @@
-"""The paper's experiments are configurations."""
+"""The paper's experiments are configurations, and batches by shuffle are what they say."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.papers.tramer2021.experiments import EXPERIMENTS, SIZES, classic_noise
+from benchmarks.papers.tramer2021.__main__ import PAPER
+from benchmarks.papers.tramer2021.experiments import SIZES, classic_noise
+from benchmarks.papers.tramer2021.shuffle import shuffled_batch
 from dpkernels.data import load_dataset
+from dpkernels.random import Key
 from dpkernels.training import resolve
 from dpkernels.training.config import check_values
 
 
 def test_every_row_is_a_configuration_of_its_own() -> None:
     digits = load_dataset("digits")
-    for make in EXPERIMENTS.values():
+    for make in PAPER.experiments.values():
         rows = make()
         assert len({row.name for row in rows}) == len(rows)
         for row in rows:
             check_values(row.fields)
-            resolve(digits, row.fields | {"dataset_size": SIZES[row.fields["dataset"]]})
+            resolve(digits, row.fields | {"dataset_size": SIZES[row.fields["dataset"].removesuffix("-efficientnet")]})
+            assert row.variant in {"", *PAPER.variants}
 
 
 def test_noise_of_the_papers_accounting() -> None:
     assert classic_noise("cifar10", 8192, 60, 8.0) == pytest.approx(5.7, abs=0.05)
     assert classic_noise("mnist", 4096, 40, None) < classic_noise("mnist", 4096, 40, 8.0)
+
+
+def test_shuffled_batches_visit_every_example_once_an_epoch() -> None:
+    key, size, batch = Key.from_seed(3), 25, 10
+    drawn = torch.cat([shuffled_batch(key, step, size, batch / size) for step in range(5)])
+    assert drawn.bincount(minlength=size).tolist() == [2] * size
+    again = torch.cat([shuffled_batch(key, step, size, batch / size) for step in range(5)])
+    assert torch.equal(drawn, again)
+    assert not torch.equal(shuffled_batch(key, 0, size, 0.4), shuffled_batch(Key.from_seed(4), 0, size, 0.4))
+    first, second = (shuffled_batch(key, step, size, 0.4) for step in (0, 5))
+    assert not torch.equal(first, second)

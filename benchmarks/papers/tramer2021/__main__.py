@@ -1,13 +1,22 @@
-"""Runs the paper's experiments, a few seeds each, and tells how they compare.
+"""Tramèr & Boneh 2021: makes the runs of the paper's experiments, a few seeds each, and tells how they compare.
 
-    python -m benchmarks.papers.tramer2021 accuracy --rows cifar10 --seeds 3 --out runs/tramer2021
-    python -m benchmarks.papers.tramer2021 --report benchmarks/results/tramer2021.json --out runs/tramer2021
-
-What is in --out is not run again, and what was broken off is gone on with.
+python -m benchmarks.papers.tramer2021 accuracy --rows cifar10 --seeds 3
+python -m benchmarks.papers.tramer2021 plots
 """
 
-from benchmarks.papers.runner import main
+from benchmarks.papers.runner import Paper, main
 from benchmarks.papers.tramer2021.experiments import EXPERIMENTS
+from benchmarks.papers.tramer2021.plots import PLOTS
+from benchmarks.papers.tramer2021.shuffle import random_shuffle
+from benchmarks.papers.tramer2021.transfer import efficientnet_features
+
+PAPER = Paper(
+    "tramer2021",
+    EXPERIMENTS,
+    extras=PLOTS,
+    variants={"shuffle": random_shuffle},
+    datasets={"cifar10-efficientnet": efficientnet_features},
+)
 
 if __name__ == "__main__":
-    main(__doc__, "tramer2021", EXPERIMENTS)
+    main(PAPER, __doc__)
