@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from dpkernels.layers.sparse import SparseConv2d, SparseLinear
+
 CLASSES = 3
 
 
@@ -75,6 +77,13 @@ def tied() -> nn.Module:
     first, second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
     second.weight = first.weight
     return Several(first, second)
+
+
+def selected(dense: nn.Conv2d | nn.Linear, share: float = 0.3) -> nn.Module:
+    """The layer with a random share of its weights, and none of its first output's, trained."""
+    mask = torch.rand(dense.weight.shape) < share
+    mask[0] &= share == 1
+    return (SparseConv2d if isinstance(dense, nn.Conv2d) else SparseLinear)(dense, mask)
 
 
 class Bag(nn.Module):
@@ -201,6 +210,23 @@ EMBEDDING = {
     "weighted bag": Configuration(Bag, (9,), 7),
 }
 
+SPARSE = {
+    "2-D": Configuration(lambda: selected(nn.Conv2d(4, 6, 3)), (4, 7, 6)),
+    "2-D wide": Configuration(lambda: selected(nn.Conv2d(24, 40, 3, padding=1), 0.05), (24, 3, 4)),
+    "2-D strided, two groups": Configuration(
+        lambda: selected(nn.Conv2d(4, 6, (4, 1), (2, 3), (1, 0), (1, 2), groups=2)), (4, 9, 8)
+    ),
+    "2-D without bias": Configuration(lambda: selected(nn.Conv2d(4, 6, 3, bias=False)), (4, 5, 5)),
+    "same, even kernel": Configuration(lambda: selected(nn.Conv2d(4, 6, (4, 3), padding="same")), (4, 6, 7)),
+    "reflect": Configuration(lambda: selected(nn.Conv2d(4, 6, 3, padding=(2, 1), padding_mode="reflect")), (4, 5, 6)),
+    "2-D, everything selected": Configuration(lambda: selected(nn.Conv2d(4, 6, 3, padding=1), 1), (4, 12, 13)),
+    "2-D, nothing selected": Configuration(lambda: selected(nn.Conv2d(4, 6, 3), 0), (4, 7, 6)),
+    "2-D, called twice": Configuration(lambda: called_twice(selected(nn.Conv2d(3, 3, 3, padding=1))), (3, 5, 4)),
+    "linear": Configuration(lambda: selected(nn.Linear(5, 7)), (5,)),
+    "linear on 4-D": Configuration(lambda: selected(nn.Linear(5, 7)), (2, 3, 5)),
+    "linear, many positions": Configuration(lambda: selected(nn.Linear(5, 3)), (150, 5)),
+}
+
 OPAQUE = {
     "bare parameter": Configuration(Scaled, (5,)),
     "own forward": Configuration(lambda: Doubled(5, 4), (3, 5)),
@@ -217,6 +243,7 @@ LAYERS: dict[str, Configuration] = {
         "conv": CONV,
         "norm": NORM,
         "embedding": EMBEDDING,
+        "sparse": SPARSE,
         "other": OPAQUE,
     }.items()
     for name, configuration in group.items()

@@ -39,7 +39,7 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
     if base is None or type(module).forward is not base.forward or "forward" in vars(module):
         return None
     own_parameters = {name for name, _ in module.named_parameters(recurse=False)}
-    plain = not parametrize.is_parametrized(module) and own_parameters <= {"weight", "bias"}
+    plain = not parametrize.is_parametrized(module) and own_parameters <= REGISTRY[base].parameters
     return REGISTRY[base] if plain and not list(module.children()) else None
 
 

@@ -8,6 +8,7 @@ from dpkernels.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.layers.linear import LinearLayer
 from dpkernels.layers.norm import BatchNormLayer, GroupNormLayer, InstanceNormLayer, LayerNormLayer, RMSNormLayer
 from dpkernels.layers.opaque import OpaqueModule
+from dpkernels.layers.sparse import SparseConvLayer, SparseLinearLayer
 from dpkernels.layers.state import BufferGuard
 
 _LAYERS: tuple[type[Layer], ...] = (
@@ -21,6 +22,8 @@ _LAYERS: tuple[type[Layer], ...] = (
     BatchNormLayer,
     EmbeddingLayer,
     EmbeddingBagLayer,
+    SparseConvLayer,
+    SparseLinearLayer,
 )
 
 #: The layer that serves each module type. A subclass that inherits its base's forward is served by the base's layer.

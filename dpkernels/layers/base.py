@@ -78,6 +78,8 @@ class Layer(Rule):
     """
 
     module_types: ClassVar[tuple[type[nn.Module], ...]]
+    #: The parameters that such a module has, or some of them: one with others is served as unknown.
+    parameters: ClassVar[frozenset[str]] = frozenset({"weight", "bias"})
     #: What autocast does to this kind of operation: cast to its dtype ("lower"), to float32 ("float32"), or nothing.
     autocast: ClassVar[str | None] = "lower"
 

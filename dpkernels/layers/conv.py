@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ class _Convolution(Layer):
 class ConvLayer(_Convolution):
     """nn.Conv1d, nn.Conv2d and nn.Conv3d with every padding mode."""
 
-    module_types = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
     def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         (x,) = (*args, *kwargs.values())

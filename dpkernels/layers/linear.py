@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ _FEW_OUTPUTS, _MANY_INPUTS = 32, 1024
 class LinearLayer(Layer):
     """The positions between the batch and the features are flattened into one."""
 
-    module_types = (nn.Linear,)
+    module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
     def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         (x,) = inputs
@@ -40,14 +41,14 @@ class LinearLayer(Layer):
             x, least = record.saved[0], torch.finfo(torch.float64).tiny
             inputs = (record.saved[1] + x.size(1) * least) * ("weight" in slots) + ("bias" in slots)
             return inputs * (row_squared_norms(record.output_grad) + record.output_grad.size(1) * least)
-        return linear_squared_norms(*_rows(record), weight="weight" in slots, bias="bias" in slots)
+        return linear_squared_norms(*rows_of(record), weight="weight" in slots, bias="bias" in slots)
 
     def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        weight, bias = linear_clipped_sums(*_rows(record), weights, weight="weight" in slots, bias="bias" in slots)
+        weight, bias = linear_clipped_sums(*rows_of(record), weights, weight="weight" in slots, bias="bias" in slots)
         return {slot: value for slot, value in (("weight", weight), ("bias", bias)) if slot in slots}
 
 
-def _rows(record: Record) -> tuple[Tensor, Tensor]:
+def rows_of(record: Record) -> tuple[Tensor, Tensor]:
     """Activations and output gradients as [batch, positions, features]."""
     x, g = record.saved[0], record.output_grad
     if x.dim() == 3:

@@ -1,0 +1,162 @@
+"""Convolutions and linear layers of which only selected weights are trained, and their rules.
+
+The trainable parameter of :class:`SparseConv2d` and :class:`SparseLinear` is the vector of the selected weights: norms,
+clipping, noise and the update are of these numbers alone, whatever the optimizer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpkernels.layers.base import Layer, Record
+from dpkernels.layers.conv import ConvLayer
+from dpkernels.layers.linear import LinearLayer, rows_of
+from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
+from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
+
+
+class _Sparse(nn.Module):
+    """A dense module of which selected weights are a parameter, and the others a buffer.
+
+    Attributes:
+        base: the dense weight, a buffer. Its selected entries are not read.
+        index: int64 [selected], a buffer: where the selected weights lie in the flattened weight, ascending.
+        values: [selected], the trainable parameter.
+        bias: the dense module's own, or None.
+
+    Args:
+        module: the dense module, an ``nn.Conv2d`` or ``nn.Linear`` and no subclass of it. It is left as it is.
+        mask: bool in the weight's shape: true where the weight is trained. It may be true nowhere.
+
+    Raises:
+        ValueError, TypeError: the module is of another type, has hooks or a clipper; the mask does not fit.
+    """
+
+    dense_type: ClassVar[type[nn.Conv2d | nn.Linear]]
+    base: Tensor
+    index: Tensor
+
+    def __init__(self, module: nn.Conv2d | nn.Linear, mask: Tensor) -> None:
+        if type(module) is not self.dense_type:
+            raise TypeError(f"module must be an nn.{self.dense_type.__name__}, got {type(module).__name__}")
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError("module must have no hooks and no GhostClipper: remove or detach them first")
+        dense = module.weight.detach()
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool, got {mask.dtype}")
+        if mask.shape != dense.shape:
+            raise ValueError(f"mask must have the weight's shape {tuple(dense.shape)}, got {tuple(mask.shape)}")
+        nn.Module.__init__(self)
+        _take_settings(self, module)
+        self.register_buffer("base", dense.clone(memory_format=torch.contiguous_format))
+        self.register_buffer("index", mask.to(dense.device).flatten().nonzero().squeeze(1))
+        self.values = nn.Parameter(self.base.flatten()[self.index])
+        self.bias = module.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, with the selected entries as they are now. Gradients flow into ``values``."""
+        return self.base.flatten().scatter(0, self.index, self.values).view(self.base.shape)
+
+    def dense(self) -> nn.Conv2d | nn.Linear:
+        """A dense module with the weights as they are now, and the same bias."""
+        module = self.dense_type.__new__(self.dense_type)
+        nn.Module.__init__(module)
+        _take_settings(module, self)
+        module.weight = nn.Parameter(self.weight.detach())
+        module.bias = self.bias
+        return module
+
+    def extra_repr(self) -> str:
+        """The dense module's, and how many weights are selected."""
+        return f"{super().extra_repr()}, selected={self.index.numel()} of {self.base.numel()}"
+
+
+def _take_settings(module: nn.Module, other: nn.Module) -> None:
+    """Everything but parameters, buffers, children and hooks."""
+    own = set(vars(module)) - {"training"}
+    vars(module).update({name: value for name, value in vars(other).items() if name not in own})
+
+
+class SparseConv2d(_Sparse, nn.Conv2d):  # type: ignore[override]
+    """A 2-D convolution whose selected weights are trained. Arguments and attributes as :class:`_Sparse` has them."""
+
+    dense_type = nn.Conv2d
+
+
+class SparseLinear(_Sparse, nn.Linear):  # type: ignore[override, misc]
+    """A linear layer whose selected weights are trained. Arguments and attributes as :class:`_Sparse` has them."""
+
+    dense_type = nn.Linear
+
+
+class _SelectedWeights(Layer):
+    """What both rules share: the gradients of the selected weights are stored with the norms where they are few, and
+    from then on the record holds the gradients alone; else they are computed again for the sum, some at a time."""
+
+    parameters = frozenset({"values", "bias"})
+
+    @abstractmethod
+    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Input and output gradients of a convolution, [batch, channels, *map], and its settings as keywords."""
+
+    def squared_norms(self, record: Record, slots: frozenset[str], **_: Any) -> Tensor:
+        x, g, settings = self._operands(record)
+        norms, _none, bias_grads = conv_squared_norms(x, g, weight=False, bias="bias" in slots, **settings)
+        if bias_grads is not None:
+            record.per_example["bias"] = bias_grads
+        if "values" in slots:
+            record.per_example["values"] = self._gradients(x, g, settings)
+            norms = norms + row_squared_norms(record.per_example["values"])
+        record.saved, record.output_grad = (), g.new_empty(g.size(0), 0)
+        return norms
+
+    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
+        sums = {slot: weighted_row_sum(grads, weights) for slot, grads in record.per_example.items()}
+        left = slots - sums.keys()
+        if left:
+            x, g, settings = self._operands(record)
+            if "bias" in left:
+                sums["bias"] = conv_clipped_sums(x, g, weights, weight=False, **settings)[1]
+            if "values" in left:
+                sums["values"] = weighted_row_sum(self._gradients(x, g, settings), weights)
+        return sums
+
+    def _gradients(self, x: Tensor, g: Tensor, settings: dict[str, Any]) -> Tensor:
+        """[batch, selected]"""
+        assert isinstance(self.module, _Sparse)
+        dense = conv_squared_norms(x, g, bias=False, store=True, **settings)[1]
+        assert dense is not None
+        return dense.flatten(1)[:, self.module.index]
+
+
+class SparseConvLayer(_SelectedWeights, ConvLayer):
+    """SparseConv2d, captured as the convolution that it is."""
+
+    module_types = (SparseConv2d,)
+
+    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        (x,) = record.saved
+        return x, record.output_grad, self._geometry()._asdict()
+
+
+class SparseLinearLayer(_SelectedWeights, LinearLayer):
+    """SparseLinear: a convolution of one tap over positions."""
+
+    module_types = (SparseLinear,)
+
+    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert weight is not None
+        return F.linear(inputs[0], weight, bias), inputs
+
+    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        x, g = (rows.transpose(1, 2) for rows in rows_of(record))
+        one = {"kernel_size": (1,), "stride": (1,), "padding": (0,), "dilation": (1,)}
+        return x, g, one
