@@ -8,7 +8,7 @@ from torch import nn
 
 from dpkernels.models._shapes import check_count, check_shape
 from dpkernels.models.logistic import linear
-from dpkernels.models.resnet import resnet18, resnet50
+from dpkernels.models.resnet import cifar_resnet, resnet18, resnet50
 from dpkernels.models.scatternet import scatternet_cnn, scatternet_linear
 from dpkernels.models.tanh_cnn import cifar10_cnn, mnist_cnn, simple_vgg
 
@@ -37,6 +37,14 @@ def _resnet(build: Callable[..., nn.Module]) -> _Builder:
     return builder
 
 
+def _cifar_resnet(depth: int) -> _Builder:
+    def builder(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        channels, _, _ = check_shape("input_shape", input_shape, rank=3)
+        return cifar_resnet(depth, num_classes, in_channels=channels)
+
+    return builder
+
+
 _MODELS: dict[str, _Builder] = {
     "linear": linear,
     "mnist_cnn": _exactly((1, 28, 28), mnist_cnn),
@@ -45,6 +53,8 @@ _MODELS: dict[str, _Builder] = {
     "scatternet_linear": lambda shape, classes: scatternet_linear(shape, num_classes=classes),
     "scatternet_cnn": lambda shape, classes: scatternet_cnn(shape, num_classes=classes),
     "simple_vgg": lambda shape, classes: simple_vgg(input_shape=shape, num_classes=classes),
+    "resnet8": _cifar_resnet(8),
+    "resnet20": _cifar_resnet(20),
     "resnet18": _resnet(resnet18),
     "resnet50": _resnet(resnet50),
 }

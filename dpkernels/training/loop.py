@@ -171,7 +171,6 @@ class _Run:
         schedule = scheduler(
             self.optimizer,
             self.config.schedule,
-            lr=self.config.lr,
             steps=self.plan.steps,
             warmup=self.config.warmup,
             start_step=start,

@@ -24,15 +24,14 @@ def factor(schedule: str, step: int, steps: int, warmup: float = 0.0) -> float:
     raise ValueError(f"schedule must be 'constant' or 'cosine', got {schedule!r}")
 
 
-def scheduler(
-    optimizer: Optimizer, schedule: str, *, lr: float, steps: int, warmup: float = 0.0, start_step: int = 0
-) -> LambdaLR:
+def scheduler(optimizer: Optimizer, schedule: str, *, steps: int, warmup: float = 0.0, start_step: int = 0) -> LambdaLR:
     """torch's scheduler for the steps from `start_step` on; call its step() once a logical step.
 
-    It follows the position in the plan, so that a run whose steps were lost to a kill still ends where the schedule
-    does.
+    Every parameter group goes along its own multiple of the schedule: of the learning rate that it was made with, also
+    where a state was loaded that was saved on the way. It follows the position in the plan, so that a run whose steps
+    were lost to a kill still ends where the schedule does.
     """
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = lr
+        group["lr"] = group.setdefault("initial_lr", group["lr"])
     # Beyond the last step torch asks once more.
     return LambdaLR(optimizer, lambda done: factor(schedule, min(start_step + done, steps), steps, warmup))
