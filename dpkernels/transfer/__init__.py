@@ -1,4 +1,4 @@
-"""Transfer from public to private data: a public model's weights, training only what must be trained, few-shot tasks."""
+"""Transfer from public to private data: a public model's weights, training what must be, few-shot trials."""
 
 from dpkernels.transfer.fewshot import Episode, FewShot, episodes, few_shot
 from dpkernels.transfer.masks import magnitude_masks, train_largest

@@ -15,7 +15,7 @@ Scope = Literal["global", "layer"]
 
 
 def magnitude_masks(model: nn.Module, fraction: float, *, scope: Scope = "global") -> dict[str, Tensor]:
-    """Which convolution weights are the largest: bool in the weight's shape, by its name (Luo et al. 2021, section 4.4).
+    """Which convolution weights are the largest: bool in their shapes, by name (Luo et al. 2021, section 4.4).
 
     The weights must come from public data alone: then so does the mask, and it costs no privacy. Of equal weights the
     first ones are taken. Convolutions whose weight is frozen are left out, and of a weight that several modules share

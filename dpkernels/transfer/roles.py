@@ -118,9 +118,7 @@ def covers(model: nn.Module, name: str) -> None:
     """Raise ValueError unless `name` is a module or a parameter of `model`."""
     if not _is_known(model, name):
         known = ", ".join(child for child, _ in model.named_children())
-        raise ValueError(
-            f"the model has no module or parameter {name!r}; it has {known}, and what lies below them"
-        )
+        raise ValueError(f"the model has no module or parameter {name!r}; it has {known}, and what lies below them")
 
 
 def _is_known(model: nn.Module, name: str) -> bool:
@@ -139,9 +137,7 @@ def _first_block_groups(model: nn.Module, count: int) -> Sequence[str]:
             if not 0 <= count <= len(groups):
                 raise ValueError(f"block_groups must be from 0 to {len(groups)}, got {count}")
             return [f"{path}.{name}" if path else name for group in groups[:count] for name in group]
-    raise ValueError(
-        "block_groups must be 0 for a model that does not tell them; freeze modules by their names"
-    )
+    raise ValueError("block_groups must be 0 for a model that does not tell them; freeze modules by their names")
 
 
 def _check_model(model: nn.Module) -> None:
