@@ -71,6 +71,16 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--groups", type=int, metavar="G", help="of group normalization")
     parser.add_argument("--norm-noise-multiplier", type=float, metavar="S", help="of private statistics (default 32)")
+    parser.add_argument(
+        "--init", metavar="FILE", help="weights of a public model (safetensors, state_dict), but for the classifier"
+    )
+    parser.add_argument(
+        "--freeze", metavar="WHAT", help="block groups, by their number, or modules, norm or body, with commas between"
+    )
+    parser.add_argument(
+        "--sparse", type=float, metavar="P", help="train classifier, normalization, and this fraction of convolutions"
+    )
+    parser.add_argument("--lr-body", type=float, metavar="R", help="of everything but the classifier (default: --lr)")
     parser.add_argument("--seed", type=int, help="reproducible, and NOT PRIVATE: for tests and comparisons")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default runs/DATASET-TIME")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with what it began with")
@@ -85,6 +95,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, print the result, and return the exit code."""
     given = {name: value for name in field_names() if (value := getattr(args, name)) is not None}
+    if args.init is not None:
+        given["init"] = str(Path(args.init).absolute())  # a resume may start elsewhere
     if args.recipe is not None:
         given = _beside(recipe(args.recipe), given)
     check_values(given)

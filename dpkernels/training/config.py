@@ -62,6 +62,17 @@ class TrainConfig:
     """Of group normalization."""
     norm_noise_multiplier: float | None = None
     """Of the private statistics."""
+    init: str | None = None
+    """A file with the weights of a public model, as `dpkernels.transfer.load_weights` takes it: all but the classifier
+    start from them."""
+    freeze: str | None = None
+    """What is not trained: a number of block groups, or names of modules or of roles ("norm", "body") with commas
+    between them, as `dpkernels.transfer.freeze` takes them."""
+    sparse: float | None = None
+    """The fraction of the convolution weights that is trained, the largest of the public model; beside them classifier
+    and normalization."""
+    lr_body: float | None = None
+    """The learning rate of everything but the classifier; None for the classifier's, `lr`."""
     seed: int | None = None
     """Makes noise, sampling and initial weights reproducible: the run is then not private."""
 
@@ -82,6 +93,11 @@ class TrainConfig:
                 )
         if self.normalization in {"public", "private"} and self.features == "none":
             raise ValueError(f"normalization must be none or group without features, got {self.normalization!r}")
+        if self.sparse is not None and self.init is None:
+            raise ValueError(
+                f"sparse must be given with init only, got {self.sparse!r} without: the largest weights are those of a "
+                "public model"
+            )
 
     @property
     def seeded(self) -> bool:
@@ -201,7 +217,8 @@ def check_values(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
-_OPTIONAL = {"epsilon", "noise_multiplier", "averaging", "groups", "norm_noise_multiplier", "seed"}
+_TRANSFER = {"init", "freeze", "sparse", "lr_body"}
+_OPTIONAL = {"epsilon", "noise_multiplier", "averaging", "groups", "norm_noise_multiplier", "seed", *_TRANSFER}
 _Check = tuple[str, tuple[type, ...], Callable[[Any], bool]]
 _NUMBER = (int, float)
 _POSITIVE: _Check = ("a finite number > 0", _NUMBER, lambda value: 0 < value < math.inf)
@@ -234,5 +251,9 @@ _CHECKS: dict[str, _Check] = {
     "normalization": _one_of(NORMALIZATIONS),
     "groups": _COUNT,
     "norm_noise_multiplier": _POSITIVE,
+    "init": _NAME,
+    "freeze": _NAME,
+    "sparse": ("a fraction with 0 < sparse <= 1", _NUMBER, lambda value: 0 < value <= 1),
+    "lr_body": _POSITIVE,
     "seed": ("an integer", (int,), lambda value: True),
 }

@@ -35,6 +35,7 @@ from dpkernels.training.interrupt import StopSignal, ignore_interrupts
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
 from dpkernels.training.schedules import scheduler
+from dpkernels.training.transfer import dense, parameter_groups, prepare
 
 PIXELS = (0.0, 1.0)  # what pixels are scaled to before features are taken, as in the paper
 CHECKPOINT_SECONDS = 1.0
@@ -131,7 +132,9 @@ class _Run:
             )
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
-        self.model = build_model(config, self.dataset, features, dataset.input_shape).to(execution.device)
+        self.model = build_model(config, self.dataset, features, dataset.input_shape)
+        self.told = prepare(config, self.model)
+        self.model = self.model.to(execution.device)
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
         self.optimizer = build_optimizer(config, plan, self.model, ledger)
         self.history: list[EpochResult] = []
@@ -178,6 +181,8 @@ class _Run:
         if not self.folder.checkpoint.exists():
             self._release_statistics()
             self._save()
+        for text in self.told:
+            self.progress.note(text)
         self.progress.begin(self.plan, start)
         self.model.train()
         try:
@@ -268,11 +273,13 @@ class _Run:
             self.plan,
             self.history,
             updates=self.optimizer.steps,
+            trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             seconds=self.seconds,
             statement=self.optimizer.privacy_statement(),
         )
         scale = self.dataset.test.value_range
-        report.write_model(self.folder.model, self.released, self.config, self.plan, pixel_range=scale)
+        released = dense(self.config, self.released)
+        report.write_model(self.folder.model, released, self.config, self.plan, pixel_range=scale)
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
         write_json(self.folder.metrics, document)
         return document
@@ -337,6 +344,7 @@ def build_optimizer(config: TrainConfig, plan: Plan, model: nn.Module, ledger: L
         "lr": config.lr,
         "max_grad_norm": config.max_grad_norm,
         "weight_decay": config.weight_decay,
+        "params": parameter_groups(config, model),
         "ledger": ledger,
         "seed": config.seed,
     }

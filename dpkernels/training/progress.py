@@ -15,6 +15,9 @@ from dpkernels.training.run_folder import EpochResult
 class Progress(Protocol):
     """What hears how a run gets on."""
 
+    def note(self, text: str) -> None:
+        """What is worth knowing before the first step."""
+
     def begin(self, plan: Plan, step: int) -> None: ...
 
     def step(self, step: int) -> None:
@@ -27,6 +30,9 @@ class Progress(Protocol):
 
 class Silent:
     """Shows nothing."""
+
+    def note(self, text: str) -> None:
+        pass
 
     def begin(self, plan: Plan, step: int) -> None:
         pass
@@ -44,6 +50,9 @@ class Silent:
 class Lines(Silent):
     """A line an epoch on the standard output."""
 
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
     def begin(self, plan: Plan, step: int) -> None:
         self._plan = plan
 
@@ -57,6 +66,9 @@ class Lines(Silent):
 
 class Bar(Silent):
     """A tqdm bar on the standard error."""
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
 
     def begin(self, plan: Plan, step: int) -> None:
         columns, lines = shutil.get_terminal_size()  # tqdm's own shows nothing where a terminal claims to have no size

@@ -34,13 +34,20 @@ def versions() -> dict[str, str]:
 
 
 def metrics(
-    config: TrainConfig, plan: Plan, history: Sequence[EpochResult], *, updates: int, seconds: float, statement: str
+    config: TrainConfig,
+    plan: Plan,
+    history: Sequence[EpochResult],
+    *,
+    updates: int,
+    trained: int,
+    seconds: float,
+    statement: str,
 ) -> dict[str, Any]:
     """What `metrics.json` holds.
 
     epsilon is the plan's also where the run stopped early: a run that may stop on something it saw costs what it was
     allowed to spend. epsilon_spent is that of the steps that were made. steps counts what was spent, lost_steps those
-    of them that a kill took away: `updates` is how many the model has seen.
+    of them that a kill took away: `updates` is how many the model has seen. trained: numbers that were trained.
     """
     last = history[-1]
     return {
@@ -61,6 +68,8 @@ def metrics(
         "model": config.model,
         "features": config.features,
         "normalization": config.normalization,
+        "init": config.init,
+        "trained_parameters": trained,
         "versions": versions(),
         "statement": statement,
     }

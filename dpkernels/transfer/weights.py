@@ -40,6 +40,10 @@ class LoadReport:
         return not self.missing and not self.other_shape
 
     def __str__(self) -> str:
+        return "\n  ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """What happened, a line a kind; names beyond the first eight are counted."""
         shapes = [f"{name} {_shape(mine)}, in the file {_shape(its)}" for name, mine, its in self.other_shape]
         lines = [f"{self.path}: {len(self.matched)} tensors loaded"]
         for what, names in (
@@ -50,8 +54,8 @@ class LoadReport:
         ):
             if names:
                 more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                lines.append(f"  {len(names)} {what}: {', '.join(names[:_SHOWN])}{more}")
-        return "\n".join(lines)
+                lines.append(f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}")
+        return lines
 
 
 def load_weights(
@@ -92,7 +96,7 @@ def load_weights(
         unused=tuple(name for name in found if name not in wanted),
     )
     if not matched or (strict and not report.complete):
-        raise ValueError(f"the weights do not fit the model. {report}")
+        raise ValueError(f"the weights do not fit the model: {'; '.join(report.lines())}")
     broken = [name for name in matched if not found[name].isfinite().all()]
     if broken:
         raise ValueError(f"{path} must hold finite weights, got others in {', '.join(broken[:_SHOWN])}")
