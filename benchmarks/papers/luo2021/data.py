@@ -44,6 +44,18 @@ def first_examples(dataset: ImageDataset, count: int) -> ImageDataset:
     return replace(dataset, train=small, nominal_size=count)
 
 
+def other_examples(dataset: ImageDataset, count: int) -> ImageDataset:
+    """The `count` training examples after the first `count`, and as its test split as many after them: to choose
+    hyper-parameters on, as public data would be."""
+    train = dataset.train
+    assert isinstance(train, ImageSplit)
+    parts = [
+        replace(train, images=train.images[begin : begin + count], labels=train.labels[begin : begin + count])
+        for begin in (count, 2 * count)
+    ]
+    return replace(dataset, train=parts[0], test=parts[1], nominal_size=count)
+
+
 def halved(dataset: ImageDataset) -> ImageDataset:
     """The same with each side of the images halved: means of 2x2 pixels."""
 
