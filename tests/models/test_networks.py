@@ -68,6 +68,8 @@ def test_resnet_sizes_agree_with_the_published_networks() -> None:
     normalized = [64] * 5 + [128] * 4 + [256] * 4 + [512] * 4
     assert count(small, nn.GroupNorm) == 2 * sum(normalized)
     assert count(small) == count(small, *weights, nn.GroupNorm)
+    # ResNet-20 has 0.27M; 1x1 projections in the two shortcuts that change shape are ours.
+    assert round(count(models.cifar_resnet(20)) - 16 * 32 - 32 * 64, -4) == 270_000
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in [*small.modules(), *large.modules()])
 
 
@@ -106,6 +108,14 @@ def test_resnet_maps_shrink_as_the_stem_says(stem: str) -> None:
     assert sizes == ([64, 32, 16, 8] if stem == "cifar" else [16, 8, 4, 2])
 
 
+def test_resnet_tells_its_block_groups() -> None:
+    """Stem with the first and last normalization with the last, as Kurakin et al. freeze them."""
+    with torch.device("meta"):
+        assert models.cifar_resnet(8).block_groups == (("0", "1"), ("2",), ("3", "4", "5", "6"))
+        assert models.resnet18(stem="imagenet").block_groups[0] == ("0", "1", "2")
+        assert models.resnet50(stem="cifar").block_groups[1:3] == (("2",), ("3",))
+
+
 def test_resnet_is_pre_activation() -> None:
     """Where shapes agree, zeroing the last convolution makes a block the identity, which version 1 is not."""
     block = models.resnet18(10, stem="cifar")[1][0]
@@ -133,6 +143,8 @@ def test_every_example_stands_alone() -> None:
         ("cifar10_cnn_small", (3, 32, 32)),
         ("simple-vgg", (1, 16, 24)),
         ("resnet18", (1, 32, 32)),
+        ("resnet8", (1, 14, 14)),
+        ("resnet20", (3, 32, 32)),
         ("resnet50", (3, 72, 72)),
     ],
 )
@@ -173,6 +185,8 @@ def test_create_chooses_the_stem_by_the_image_size() -> None:
         ),
         (lambda: models.simple_vgg((8, 2.5)), TypeError, r"channels\[1\] must be an int, got float"),
         (lambda: models.resnet18(10, stem="tiny"), ValueError, "stem must be 'cifar' or 'imagenet', got 'tiny'"),
+        (lambda: models.resnet18(10, width=24), ValueError, "groups must divide 24.*got 32"),
+        (lambda: models.cifar_resnet(18), ValueError, "depth must be 6 n [+] 2 with n at least 1, got 18"),
         (lambda: models.resnet18(10, groups=48), ValueError, "groups must divide 64.*got 48"),
         (lambda: models.scatternet_linear(GRAY, 7), ValueError, "groups that divides 81, got 7"),
         (lambda: models.scatternet_linear(GRAY, "bn"), TypeError, "normalization must be a number of groups.*got str"),
