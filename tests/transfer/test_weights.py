@@ -103,7 +103,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no weights at all")
         with pytest.raises(ValueError, match=f"{name} must .* cannot be read"):
             load_weights(model, tmp_path / name)
-    (tmp_path / "b.pt").write_bytes(pickle.dumps(Harm()))
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Harm(), protocol=2))
     with pytest.raises(ValueError, match="cannot be read"):
         load_weights(model, tmp_path / "b.pt")
     torch.save({"epoch": 3, "accuracy": torch.ones(())}, tmp_path / "c.pt")

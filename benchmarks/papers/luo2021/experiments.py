@@ -29,8 +29,8 @@ EPSILONS = (0.5, 1.0, 1.5)
 
 def fields(pair: str, variant: str, epsilon: float) -> dict[str, Any]:
     """The paper's section 5.8 (C = 1, momentum 0.9, warm-up of an epoch, cosine, a tenth of the data in a batch), but
-    for the epochs, the noise, which follows from epsilon, and learning rates for a twentieth of the steps."""
-    size, epochs = PAIRS[pair].private_size, 10
+    for the epochs, the noise, which follows from epsilon, and learning rates for a fortieth of the steps."""
+    size, epochs = PAIRS[pair].private_size, 5
     return {
         "dataset": pair,
         "dataset_size": size,
