@@ -1,6 +1,7 @@
 """Fixtures that several rooms' tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,3 +23,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache."""
+    monkeypatch.setenv("DPKERNELS_CACHE", str(tmp_path / "cache"))

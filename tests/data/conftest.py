@@ -8,12 +8,6 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's cache."""
-    monkeypatch.setenv("DPKERNELS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def real_data() -> Path:
     """The folder with real data sets, or the test is skipped."""
