@@ -41,7 +41,6 @@ def accuracy(results: Results) -> None:
     """Figures 1 and 2: test accuracy against epsilon, an epoch a point, beside what the paper reports."""
     for dataset, title in TITLES.items():
         figure, axes = _figure()
-        shown = False
         for row, which, kind, label in _curves(dataset):
             if runs := [run for run in results.of(row) if run["curve"][0][which] is not None]:
                 epsilons, means, deviations = curve(runs, which)
@@ -50,8 +49,7 @@ def accuracy(results: Results) -> None:
                 low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
                 high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
                 axes.fill_between(epsilons, low, high, color=COLOURS[kind], alpha=0.2, linewidth=0)
-                shown = True
-        if not shown:
+        if not axes.lines:
             continue
         for kind, points in TABLE_1[dataset].items():
             axes.plot(*zip(*points, strict=True), "o", color=COLOURS[kind], markersize=5, markeredgecolor="black")
@@ -61,12 +59,12 @@ def accuracy(results: Results) -> None:
         axes.set_xlim(0, 3.1)
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel(EPSILON)
-        _save(figure, axes, f"tramer2021_{dataset}.png")
+        _save(figure, f"tramer2021_{dataset}.png")
 
 
 def _curves(dataset: str) -> list[tuple[Row, int, str, str]]:
     """Row, which weights (2 the last ones, 3 their average), kind and label of each line."""
-    rows = {row.name: row for name in ("accuracy", "decorrelated") for row in EXPERIMENTS[name]() if name == "accuracy"}
+    rows = {row.name: row for row in EXPERIMENTS["accuracy"]()}
     better = {row.name: row for row in EXPERIMENTS["decorrelated"]()}
     linear = f"{dataset}-scatternet-linear"
     return [
@@ -77,44 +75,38 @@ def _curves(dataset: str) -> list[tuple[Row, int, str, str]]:
     ]
 
 
-def convergence(results: Results) -> None:
-    """Figures 3 and 11 (noise and learning rate) and figure 7 (batch size): accuracy against epochs."""
-    for name, words in (("noise", ("low", "high")), ("batch-size", ("",))):
-        for dataset, title in TITLES.items():
-            rows = [row for row in EXPERIMENTS[name]() if row.name.startswith(dataset) and results.of(row)]
-            if not rows:
-                continue
-            figure, axes = _figure(columns=len(words))
-            for panel, word in zip(axes if len(words) > 1 else [axes], words, strict=True):
-                for row in rows:
-                    if word in row.name.split("-") or not word:
-                        runs = results.of(row)
-                        _, means, _ = curve(runs, 2)
-                        epochs = [point[0] for point in runs[0]["curve"]]
-                        kind = next((kind for kind in ("linear", "scatternet-cnn") if kind in row.name), "cnn")
-                        colour = (
-                            None
-                            if not word
-                            else COLOURS[{"linear": "linear", "scatternet-cnn": "cnn"}.get(kind, "end-to-end")]
-                        )
-                        style = "--" if row.name.endswith("quiet") else "-"
-                        label = (
-                            row.name.removeprefix(f"{dataset}-").replace(f"-{word}", "")
-                            if word
-                            else f"batches of {row.fields['batch_size']}"
-                        )
-                        panel.plot(
-                            epochs,
-                            means,
-                            style,
-                            color=colour,
-                            linewidth=1.5,
-                            label=label.replace("-quiet", ", without noise"),
-                        )
-                panel.set_title(f"{title}, {word} learning rate" if word else title, fontsize="medium")
-                panel.set_xlabel("epoch")
-                panel.legend(frameon=False, fontsize="small")
-            _save(figure, axes, f"tramer2021_{name}_{dataset}.png")
+def noise(results: Results) -> None:
+    """Figures 3 and 11: convergence with noise and without, at a low and at a high learning rate."""
+    kinds = {"scatternet-linear": "linear", "scatternet-cnn": "cnn", "cnn": "end-to-end"}
+    rows = {row.name: row for row in EXPERIMENTS["noise"]()}
+    for dataset, title in TITLES.items():
+        figure, panels = _figure(columns=2)
+        for panel, rate in zip(panels, ("low", "high"), strict=True):
+            for kind, colour in kinds.items():
+                for ending, style in (("", "-"), ("-quiet", "--")):
+                    label = f"{kind}{', without noise' if ending else ''}"
+                    runs = results.of(rows[f"{dataset}-{kind}-{rate}{ending}"])
+                    _against_epochs(panel, runs, style, color=COLOURS[colour], label=label)
+            panel.set_title(f"{title}, {rate} learning rate", fontsize="medium")
+        _save(figure, f"tramer2021_noise_{dataset}.png")
+
+
+def batch_size(results: Results) -> None:
+    """Figure 7: convergence with batches of any size, where the learning rate grows with it."""
+    for dataset, title in TITLES.items():
+        figure, axes = _figure()
+        for row in EXPERIMENTS["batch-size"]():
+            if row.fields["dataset"] == dataset:
+                _against_epochs(axes, results.of(row), "-", label=f"batches of {row.fields['batch_size']}")
+        axes.set_title(title, fontsize="medium")
+        _save(figure, f"tramer2021_batch_size_{dataset}.png")
+
+
+def _against_epochs(axes: Any, runs: list[dict[str, Any]], style: str, **how: Any) -> None:
+    if runs:
+        epochs = [point[0] for point in runs[0]["curve"]]
+        axes.plot(epochs, curve(runs, 2)[1], style, linewidth=1.5, **how)
+        axes.set_xlabel("epoch")
 
 
 def sampling_rate(results: Results) -> None:
@@ -129,7 +121,7 @@ def sampling_rate(results: Results) -> None:
     axes.loglog(rates, [scale * rate**0.5 for rate in rates], "--", color="gray", label="square root of the rate")
     axes.set_xlabel("sampling rate")
     axes.set_ylabel("noise multiplier")
-    _save(figure, axes, "tramer2021_sampling_rate.png", percent=False)
+    _save(figure, "tramer2021_sampling_rate.png", percent=False)
     for rate, sigma in zip(rates, sigmas, strict=True):
         print(f"sampling rate 1/{1 / rate:g}: noise multiplier {sigma:.4f}, over sqrt(rate) {sigma / rate**0.5:.3f}")
 
@@ -143,9 +135,12 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, sharey=True)
 
 
-def _save(figure: Any, axes: Any, name: str, percent: bool = True) -> None:
+def _save(figure: Any, name: str, percent: bool = True) -> None:
+    """Nothing where no run was there to draw."""
     from matplotlib.ticker import PercentFormatter
 
+    if not any(panel.lines for panel in figure.axes):
+        return
     for number, panel in enumerate(figure.axes):
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize="small", loc="lower right")
@@ -153,13 +148,13 @@ def _save(figure: Any, axes: Any, name: str, percent: bool = True) -> None:
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=None))
             if number == 0:
                 panel.set_ylabel("test accuracy")
-    path = PICTURES / name
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=100))
-    print(path.name)
+    write_atomically(PICTURES / name, lambda temporary: figure.savefig(temporary, format="png", dpi=100))
+    print(name)
 
 
 PLOTS: dict[str, Callable[[Results], object]] = {
     "plot-accuracy": accuracy,
-    "plot-convergence": convergence,
+    "plot-noise": noise,
+    "plot-batch-size": batch_size,
     "plot-sampling-rate": sampling_rate,
 }
