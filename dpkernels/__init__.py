@@ -5,7 +5,7 @@
 account. ``GhostClipper`` is the engine alone.
 """
 
-from dpkernels import accounting, audit, clipping, data, features, models, random
+from dpkernels import accounting, audit, clipping, data, features, losses, models, random
 from dpkernels.accounting import Plan, epsilon, noise_multiplier, plan
 from dpkernels.clipping import ClippedSum, GhostClipper, UnsupportedModelError
 from dpkernels.data import PoissonLoader
@@ -29,6 +29,7 @@ __all__ = [
     "data",
     "epsilon",
     "features",
+    "losses",
     "models",
     "noise_multiplier",
     "plan",

@@ -23,6 +23,7 @@ from dpkernels.training import (
 )
 from dpkernels.training.config import (
     FEATURES,
+    LOSSES,
     NORMALIZATIONS,
     OPTIMIZERS,
     SCHEDULES,
@@ -63,6 +64,12 @@ def add_to(commands: Any) -> None:
         metavar="D",
         help="leave a moving average of the weights with this decay",
     )
+    parser.add_argument(
+        "--loss", choices=LOSSES, help="default cross-entropy; what the others have beside it depends on the data set"
+    )
+    parser.add_argument("--loss-threshold-epoch", type=float, metavar="E", help="when its parts weigh the same")
+    parser.add_argument("--loss-beta", type=float, metavar="B", help="divides its penalty; of huber, where squares end")
+    parser.add_argument("--loss-gamma", type=float, metavar="G", help="power of the focal loss")
     parser.add_argument("--features", choices=FEATURES, help="replace images by handcrafted features (default none)")
     parser.add_argument(
         "--normalization",
@@ -125,7 +132,12 @@ def _start(args: argparse.Namespace, given: dict[str, Any], execution: Execution
 def _beside(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A recipe's values with those that were given; one of a kind that excludes another replaces it."""
     if "noise_multiplier" in given:
-        values.pop("epsilon")
+        values.pop("epsilon", None)
+    if "epsilon" in given:
+        values.pop("noise_multiplier", None)
+    if "loss" in given:
+        for name in LOSSES["losing-less"]:
+            values.pop(name, None)
     if "normalization" in given:
         values.pop("groups", None)
         values.pop("norm_noise_multiplier", None)
@@ -157,8 +169,9 @@ def _announce(args: argparse.Namespace, config: TrainConfig, dataset: ImageDatas
         print(f"NOT PRIVATE: --seed {config.seed} makes the noise reproducible. For tests and comparisons only.")
     if not args.quiet:
         print(
-            f"{config.model} on {dataset.name}: {config.optimizer}, learning rate {config.lr:g}, batch size "
-            f"{config.batch_size}, {config.epochs:g} epochs, max_grad_norm {config.max_grad_norm:g}, in {folder.path}",
+            f"{config.model} on {dataset.name}: {config.loss}, {config.optimizer}, learning rate {config.lr:g}, batch "
+            f"size {config.batch_size}, {config.epochs:g} epochs, max_grad_norm {config.max_grad_norm:g}, in "
+            f"{folder.path}",
             flush=True,
         )
 

@@ -108,6 +108,7 @@ class PoissonLoader:
         self._key = _choose_key(key, optimizer)
         self._steps = range(start_step, start_step + (left if steps is None else steps))
         self._next_step = start_step
+        self._step = start_step  # of the batch handed out last
         self._optimizer = optimizer
         self._announcements: deque[_Announcement] = deque()
         self._ready: tuple[_Announcement, Any] | None = None
@@ -148,9 +149,16 @@ class PoissonLoader:
         if self._optimizer is not None:
             self._optimizer.begin_physical_batch(announcement.rows, announcement.last)
         self._ready = None
+        self._step = announcement.step
         if announcement.last:
             self._next_step = announcement.step + 1
         return batch
+
+    @property
+    def epoch(self) -> int:
+        """The number of whole passes over plan.dataset_size examples, in expectation, before the step of the batch that
+        was handed out last: 0 during the first."""
+        return self._step * self.plan.batch_size // self.plan.dataset_size
 
     def take(self, steps: int) -> Iterator[Any]:
         """The physical batches of the next `steps` logical batches, or of all that are left where those are fewer.

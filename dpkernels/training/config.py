@@ -20,6 +20,18 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine")
 FEATURES = ("none", "scatternet", "scatternet-whitened")
 NORMALIZATIONS = ("none", "group", "public", "private")
+LOSSES: dict[str, tuple[str, ...]] = {
+    "cross-entropy": (),
+    "losing-less": ("loss_threshold_epoch", "loss_beta", "loss_gamma"),
+    "losing-less-weights": ("loss_threshold_epoch", "loss_beta", "loss_gamma"),
+    "sse-focal": ("loss_threshold_epoch", "loss_gamma"),
+    "sse-cross-entropy": ("loss_threshold_epoch",),
+    "focal": ("loss_gamma",),
+    "sse": (),
+    "sae": (),
+    "huber": ("loss_beta",),
+}
+"""The losses, and the fields that each has of its own: see `dpkernels.losses`."""
 LARGEST_DELTA = 1e-5
 
 
@@ -52,6 +64,15 @@ class TrainConfig:
     averaging: float | None = None
     """Decay of an exponential moving average of the weights, which is what the run then evaluates and leaves: computed
     from noised updates alone, so at no privacy cost."""
+    loss: str = "cross-entropy"
+    """One of `LOSSES`. Those of two parts go from the first to the second around loss_threshold_epoch; "losing-less"
+    also has a penalty on pre-activations, "losing-less-weights" one on weights."""
+    loss_threshold_epoch: float | None = None
+    """The epoch, counted from 0, at which both parts weigh the same."""
+    loss_beta: float | None = None
+    """What the penalty is divided by; of "huber", where squares end."""
+    loss_gamma: float | None = None
+    """The power of the focal loss."""
     features: str = "none"
     """What images are replaced by before training: "none", "scatternet", or "scatternet-whitened", where its channels
     are decorrelated by statistics of synthetic images."""
@@ -85,6 +106,17 @@ class TrainConfig:
             raise ValueError(f"batch_size must be at most dataset_size={self.dataset_size}, got {self.batch_size}")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum must be 0 with the optimizer {self.optimizer}, got {self.momentum}")
+        for name in LOSSES["losing-less"]:
+            if (getattr(self, name) is not None) != (name in LOSSES[self.loss]):
+                raise ValueError(
+                    f"{name} must be given with the losses that have it ({', '.join(_losses_with(name))}) and only "
+                    f"then, got {getattr(self, name)!r} with loss={self.loss!r}"
+                )
+        if self.loss == "losing-less-weights" and (self.weight_decay or self.optimizer == "adamw"):
+            raise ValueError(
+                "loss must not be losing-less-weights with weight_decay or the optimizer adamw, whose weight decay is "
+                f"no penalty, got weight_decay={self.weight_decay:g}, optimizer={self.optimizer!r}"
+            )
         for name, kind in (("groups", "group"), ("norm_noise_multiplier", "private")):
             if (getattr(self, name) is not None) != (self.normalization == kind):
                 raise ValueError(
@@ -143,6 +175,10 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in fields(TrainConfig))
 
 
+def _losses_with(field: str) -> list[str]:
+    return [loss for loss, own in LOSSES.items() if field in own]
+
+
 def resolve(dataset: ImageDataset, given: Mapping[str, Any]) -> TrainConfig:
     """The configuration for `dataset` with the values of `given`, and defaults for everything else.
 
@@ -167,7 +203,23 @@ def resolve(dataset: ImageDataset, given: Mapping[str, Any]) -> TrainConfig:
         values |= {"model": "scatternet_linear", "normalization": "private"}
     if given.get("normalization", values.get("normalization")) == "private":
         values["norm_noise_multiplier"] = NORM_NOISE
+    values |= loss_defaults(given.get("loss", "cross-entropy"), dataset.name, given.get("features", "none"))
     return TrainConfig(**{**values, **given})
+
+
+def loss_defaults(loss: str, dataset: str, features: str) -> dict[str, float]:
+    """What Shamsabadi & Papernot 2023, Table 5, found best for a data set, for the fields that `loss` has."""
+    if loss == "huber":
+        return {"loss_beta": 1.0}
+    kind = "pixels" if features == "none" else "features"
+    found = _LOSS_DEFAULTS[kind].get(dataset, _LOSS_DEFAULTS[kind]["mnist"])
+    return {name: value for name, value in zip(LOSSES["losing-less"], found, strict=True) if name in LOSSES[loss]}
+
+
+_LOSS_DEFAULTS: dict[str, dict[str, tuple[float, float, float]]] = {  # threshold epoch, beta, gamma
+    "pixels": {"mnist": (0.0, 1.0, 5.0), "cifar10": (7.0, 11.0, 5.0)},
+    "features": {"mnist": (2.0, 11.0, 2.0), "fashion-mnist": (2.0, 51.0, 2.0)},
+}
 
 
 def default_delta(dataset_size: int) -> float:
@@ -218,7 +270,8 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 _TRANSFER = {"init", "freeze", "sparse", "lr_body"}
-_OPTIONAL = {"epsilon", "noise_multiplier", "averaging", "groups", "norm_noise_multiplier", "seed", *_TRANSFER}
+_OPTIONAL = {"epsilon", "noise_multiplier", "averaging", "groups", "norm_noise_multiplier", "seed"}
+_OPTIONAL |= _TRANSFER | set(LOSSES["losing-less"])
 _Check = tuple[str, tuple[type, ...], Callable[[Any], bool]]
 _NUMBER = (int, float)
 _POSITIVE: _Check = ("a finite number > 0", _NUMBER, lambda value: 0 < value < math.inf)
@@ -247,6 +300,10 @@ _CHECKS: dict[str, _Check] = {
     "schedule": _one_of(SCHEDULES),
     "warmup": ("a fraction with 0 <= warmup < 1", _NUMBER, lambda value: 0 <= value < 1),
     "averaging": ("a decay with 0 < averaging < 1", _NUMBER, lambda value: 0 < value < 1),
+    "loss": _one_of(tuple(LOSSES)),
+    "loss_threshold_epoch": ("a finite number", _NUMBER, math.isfinite),
+    "loss_beta": _POSITIVE,
+    "loss_gamma": ("a finite number >= 0", _NUMBER, lambda value: 0 <= value < math.inf),
     "features": _one_of(FEATURES),
     "normalization": _one_of(NORMALIZATIONS),
     "groups": _COUNT,

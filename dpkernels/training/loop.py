@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from dpkernels import models
@@ -32,6 +31,7 @@ from dpkernels.training.config import TrainConfig
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
+from dpkernels.training.objective import Objective, parameter_groups
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
 from dpkernels.training.schedules import scheduler
@@ -136,6 +136,7 @@ class _Run:
         self.told = prepare(config, self.model)
         self.model = self.model.to(execution.device)
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
+        self.objective = Objective(config, self.model)
         self.optimizer = build_optimizer(config, plan, self.model, ledger)
         self.history: list[EpochResult] = []
         self.seconds = 0.0
@@ -216,8 +217,8 @@ class _Run:
         for images, labels in loader.take(1):
             if stop:
                 return False
-            losses = F.cross_entropy(self.model(images.to(device)), labels.to(device), reduction="none")
-            self.optimizer.backward(losses)
+            self.objective.set_weight_decay(self.optimizer, loader.epoch)
+            self.optimizer.backward(self.objective(images.to(device), labels.to(device), loader.epoch))
             self.optimizer.step()
             self.optimizer.zero_grad()
         return True

@@ -3,6 +3,9 @@
 tramer2021: Tramèr & Boneh 2021, Table 13 (best at epsilon 3) and Table 17 (private linear models on public features, at
 epsilon 2). Their learning rates are for batches of 512 and grow with the batch. Data normalization is ours: private
 statistics in units of public ones (`dpkernels.features.PrivateDataNorm`).
+
+shamsabadi2023: Shamsabadi & Papernot 2023, Table 5: the CNNs of tramer2021 with the loss Losing Less. The noise is the
+paper's, not an epsilon.
 """
 
 from __future__ import annotations
@@ -36,7 +39,18 @@ def _table13(
     }
 
 
-RECIPES: dict[str, dict[str, Any]] = {
+def _table5(rows: dict[str, tuple[float, float, float, float]]) -> dict[str, dict[str, Any]]:
+    """Everything but noise and loss is as in Table 13."""
+    recipes = {}
+    for name, (noise, threshold_epoch, beta, gamma) in rows.items():
+        values = {**_TABLE_13[f"tramer2021-{name}"], "noise_multiplier": noise, "loss": "losing-less"}
+        del values["epsilon"]
+        own = {"loss_threshold_epoch": threshold_epoch, "loss_beta": beta, "loss_gamma": gamma}
+        recipes[f"shamsabadi2023-{name}"] = {**values, **own}
+    return recipes
+
+
+_TABLE_13: dict[str, dict[str, Any]] = {
     # (batch size, learning rate for batches of 512, epochs)
     **_table13(
         "mnist",
@@ -55,6 +69,21 @@ RECIPES: dict[str, dict[str, Any]] = {
         "cifar10_cnn",
         {"scatternet-linear": (8192, 1 / 4, 60), "scatternet-cnn": (8192, 1 / 4, 60), "cnn": (1024, 1 / 2, 30)},
         _PRIVATE,
+    ),
+}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    **_TABLE_13,
+    # (noise multiplier, threshold epoch, beta, gamma)
+    **_table5(
+        {
+            "mnist-cnn": (1.23, 0, 1, 5),
+            "mnist-scatternet-cnn": (1.35, 2, 11, 2),
+            "fashion-mnist-cnn": (2.15, 0, 1, 5),
+            "fashion-mnist-scatternet-cnn": (2.15, 2, 51, 2),
+            "cifar10-cnn": (1.54, 7, 11, 5),
+            "cifar10-scatternet-cnn": (5.67, 2, 11, 2),
+        }
     ),
     # The data set is a folder of features that the user brings.
     "tramer2021-transfer-resnext": _recipe(2048, 2, 40, epsilon=2.0, model="linear"),

@@ -66,6 +66,7 @@ def metrics(
         "seconds": round(seconds, 3),
         "dataset": config.dataset,
         "model": config.model,
+        "loss": config.loss,
         "features": config.features,
         "normalization": config.normalization,
         "init": config.init,

@@ -1,0 +1,1 @@
+"""Shamsabadi & Papernot 2023: Losing Less."""
