@@ -30,6 +30,7 @@ from dpkernels.training.config import (
     check_values,
     field_names,
 )
+from dpkernels.training.diagnostics import WARNING
 
 
 def add_to(commands: Any) -> None:
@@ -95,6 +96,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--workers", type=int, default=0, metavar="W", help="processes that fetch data (default 0)")
     parser.add_argument("--data-root", type=Path, metavar="DIR", help="where data sets lie (default DPKERNELS_DATA)")
+    parser.add_argument(
+        "--diagnostics",
+        action="store_true",
+        help="leave norms of single examples' gradients and pre-activations in the folder: PRIVATE, as the data is",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
     parser.set_defaults(run=run)
 
@@ -107,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe is not None:
         given = _beside(recipe(args.recipe), given)
     check_values(given)
-    execution = Execution(require_device(args.device), args.physical_batch_size, args.workers)
+    execution = Execution(require_device(args.device), args.physical_batch_size, args.workers, args.diagnostics)
     result = _resume(args, given, execution) if args.resume else _start(args, given, execution)
     _print_result(result)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
@@ -167,6 +173,8 @@ def _fresh_folder(dataset: str) -> Path:
 def _announce(args: argparse.Namespace, config: TrainConfig, dataset: ImageDataset, folder: RunFolder) -> None:
     if config.seeded:
         print(f"NOT PRIVATE: --seed {config.seed} makes the noise reproducible. For tests and comparisons only.")
+    if args.diagnostics:
+        print(f"{WARNING} They go into {folder.diagnostics} and {folder.diagnostics_plot.name}.")
     if not args.quiet:
         print(
             f"{config.model} on {dataset.name}: {config.loss}, {config.optimizer}, learning rate {config.lr:g}, batch "

@@ -5,12 +5,11 @@ Learning", 2023; the functions are what it is made of and what the paper compare
 """
 
 from dpkernels.losses.logits import focal, huber, sum_absolute_error, sum_squared_error
-from dpkernels.losses.losing_less import LosingLess, Penalty
+from dpkernels.losses.losing_less import LosingLess
 from dpkernels.losses.outputs import recorded_outputs, weighted_layers
 
 __all__ = [
     "LosingLess",
-    "Penalty",
     "focal",
     "huber",
     "recorded_outputs",

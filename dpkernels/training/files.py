@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` a temporary file next to `path`, then put it in its place. A kill leaves the old file or the new one."""
+def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool = False) -> None:
+    """`write` a temporary file next to `path`, then put it in its place. A kill leaves the old file or the new one.
+
+    private: readable by its owner alone.
+    """
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
-    temporary.touch()
+    temporary.touch(0o600 if private else 0o666)
     mode = temporary.stat().st_mode
     write(temporary)
     temporary.chmod(mode)  # a writer that puts a file of its own there may have made it private
@@ -27,11 +30,11 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         os.close(folder)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
 
-    write_atomically(path, write)
+    write_atomically(path, write, private=private)
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -28,6 +28,7 @@ from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.training import report
 from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
 from dpkernels.training.config import TrainConfig
+from dpkernels.training.diagnostics import Diagnostics
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
@@ -46,12 +47,14 @@ CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into writing checkpoints
 class Execution:
     """How a run is computed, not what: it may differ after a resume.
 
-    physical_batch_size: rows at once, which bounds memory. workers: processes that fetch data.
+    physical_batch_size: rows at once, which bounds memory. workers: processes that fetch data. diagnostics: leave
+    measurements of single private examples in the folder, see `dpkernels.training.diagnostics`.
     """
 
     device: str = "cpu"
     physical_batch_size: int = 256
     workers: int = 0
+    diagnostics: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("physical_batch_size", 1), ("workers", 0)):
@@ -138,6 +141,9 @@ class _Run:
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
         self.objective = Objective(config, self.model)
         self.optimizer = build_optimizer(config, plan, self.model, ledger)
+        self.diagnostics: Diagnostics | None = None
+        if execution.diagnostics:
+            self.diagnostics = Diagnostics(folder, config, self.dataset.train, execution.physical_batch_size)
         self.history: list[EpochResult] = []
         self.seconds = 0.0
         self._started = time.monotonic()
@@ -156,6 +162,8 @@ class _Run:
         if self.averaged is not None and checkpoint.averaged is not None:
             self.averaged.load_state_dict(checkpoint.averaged)
         self.history = self.folder.read_history(checkpoint.step)
+        if self.diagnostics is not None:
+            self.diagnostics.restore(checkpoint.step)
         self.seconds = checkpoint.seconds
         self._started = time.monotonic() - self.seconds
 
@@ -186,6 +194,8 @@ class _Run:
             self.progress.note(text)
         self.progress.begin(self.plan, start)
         self.model.train()
+        if self.diagnostics is not None and not self.diagnostics.snapshots:
+            self._diagnose()
         try:
             for step in range(start + 1, self.plan.steps + 1):
                 if not self._logical_step(loader, stop):
@@ -240,7 +250,7 @@ class _Run:
         step = self.ledger.steps
         result = EpochResult(
             step=step,
-            epoch=round(step * self.plan.batch_size / self.plan.dataset_size, 6),
+            epoch=self._epoch(step),
             test_accuracy=self._accuracy(self.released),
             epsilon=epsilon_spent(self.ledger, self.plan),
             lr=lr,
@@ -250,6 +260,16 @@ class _Run:
         self.history.append(result)
         self.folder.write_history(self.history)
         self.progress.epoch(result)
+        if self.diagnostics is not None:
+            self._diagnose()
+
+    def _diagnose(self) -> None:
+        assert self.diagnostics is not None
+        step = self.ledger.steps
+        self.diagnostics.measure(self.model, step=step, epoch=self._epoch(step))
+
+    def _epoch(self, step: int) -> float:
+        return round(step * self.plan.batch_size / self.plan.dataset_size, 6)
 
     def _save(self) -> None:
         """History is written before: a line too many is dropped on a resume, one too few could not be made up."""
@@ -282,6 +302,8 @@ class _Run:
         released = dense(self.config, self.released)
         report.write_model(self.folder.model, released, self.config, self.plan, pixel_range=scale)
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
+        if self.diagnostics is not None:
+            self.diagnostics.draw()
         write_json(self.folder.metrics, document)
         return document
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpkernels.losses import LosingLess, Penalty, focal, huber, sum_absolute_error, sum_squared_error
+from dpkernels.losses import LosingLess, focal, huber, sum_absolute_error, sum_squared_error
+from dpkernels.losses.losing_less import Penalty
 from dpkernels.training.config import TrainConfig
 
 OfLogits = Callable[[Tensor, Tensor], Tensor]

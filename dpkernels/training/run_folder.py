@@ -48,6 +48,8 @@ class RunFolder:
         self.metrics = self.path / "metrics.json"
         self.plot = self.path / "privacy.png"
         self.model = self.path / "model.safetensors"
+        self.diagnostics = self.path / "diagnostics-PRIVATE.json"
+        self.diagnostics_plot = self.path / "diagnostics-PRIVATE.png"
 
     @property
     def exists(self) -> bool:

@@ -91,6 +91,8 @@ def test_every_field_of_a_configuration_has_an_argument(capsys: pytest.CaptureFi
         (["--lr", "0"], "--lr must be a finite number > 0, got 0.0"),
         (["--max-grad-norm", "0"], "--max-grad-norm must be a number from 1e-10 to 1e10, got 0.0"),
         (["--momentum", "1"], "--momentum must be a number with 0 <= momentum < 1, got 1.0"),
+        (["--loss", "hinge"], "argument --loss: invalid choice: 'hinge'"),
+        (["--loss-gamma", "2"], "--loss-gamma must be given with the losses that have it"),
         (["--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
         (["--optimizer", "adam", "--momentum", "0.5"], "--momentum must be 0 with the optimizer adam, got 0.5"),
         (["--dataset", "imagenet"], "--dataset must be one of digits, mnist, fashion-mnist, cifar10"),
@@ -151,6 +153,20 @@ def test_a_delta_that_protects_nobody_warns(tmp_path: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert error.startswith("dpkernels: warning: delta=0.01 is not below 1/dataset_size")
     assert error.count("\n") == 1
+
+
+def test_a_recipe_with_another_loss_and_diagnostics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is given beside a recipe replaces what goes with it: its noise, and what its loss has of its own."""
+    given = ["--dataset", "digits", "--model", "linear", "--batch-size", "479", "--epochs", "1", "--epsilon", "9"]
+    recipe = ["--recipe", "shamsabadi2023-mnist-cnn", "--loss", "huber", "--loss-beta", "0.5"]
+    assert main(["train", *recipe, *given, "--out", str(tmp_path), "--diagnostics"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("PRIVATE: these values depend on single training examples")
+    assert "linear on digits: huber, sgd" in printed
+    config = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert (config["loss"], config["loss_beta"], config["loss_gamma"]) == ("huber", 0.5, None)
+    assert (config["epsilon"], config["noise_multiplier"]) == (9.0, None)
+    assert (tmp_path / "diagnostics-PRIVATE.png").exists()
 
 
 def test_debugging_keeps_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

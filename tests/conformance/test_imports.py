@@ -27,7 +27,10 @@ ARROWS: dict[str, set[str]] = {
     "transfer": {"layers"},
     "selection": {"random", "accounting"},
     "audit": {"optim", "data"},
-    "training": {"optim", "data", "random", "accounting", "features", "models", "losses", "transfer", "selection"},
+    "training": {
+        *("clipping", "optim", "data", "random", "accounting"),
+        *("features", "models", "losses", "transfer", "selection"),
+    },
     "bench": {"_native", "ops", "layers", "clipping", "optim", "models", "training"},
 }
 ARROWS["cli"] = set(ARROWS)  # the only room that may import everything

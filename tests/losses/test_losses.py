@@ -69,8 +69,8 @@ def test_terms_are_the_papers_formulas() -> None:
 def test_focal_loss_keeps_its_gradient_where_the_label_is_certain(gamma: float) -> None:
     h = torch.tensor([[60.0, 0.0, 0.0], [-60.0, 0.0, 0.0]], requires_grad=True)
     losses = focal(h, torch.tensor([0, 0]), gamma)
-    assert 0 <= float(losses[0]) < 1e-12
-    assert float(losses[1]) == pytest.approx(60 + math.log(2), rel=1e-6)
+    assert 0 <= losses[0].item() < 1e-12
+    assert losses[1].item() == pytest.approx(60 + math.log(2), rel=1e-6)
     (gradient,) = torch.autograd.grad(losses.sum(), h)
     assert gradient.isfinite().all()
 

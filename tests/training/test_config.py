@@ -89,6 +89,10 @@ def test_round_trip_through_json() -> None:
         ("warmup", 1.0, "< 1"),
         ("optimizer", "lbfgs", "sgd, adam, adamw"),
         ("schedule", "step", "constant, cosine"),
+        ("loss", "hinge", "cross-entropy, losing-less"),
+        ("loss_threshold_epoch", math.nan, "a finite number"),
+        ("loss_beta", 0.0, "> 0"),
+        ("loss_gamma", -1.0, ">= 0"),
         ("model", " ", "a name"),
         ("seed", 1.5, "an integer"),
     ],
@@ -107,5 +111,12 @@ def test_contradictions() -> None:
         resolve(mnist, {"dataset": "mnist", "epsilon": 3.0, "noise_multiplier": 1.0})
     with pytest.raises(ValueError, match="momentum must be 0 with the optimizer adam"):
         resolve(mnist, {"dataset": "mnist", "optimizer": "adam", "momentum": 0.9})
+    with pytest.raises(ValueError, match=r"loss_gamma must be given with the losses that have it .*loss='sse'"):
+        resolve(mnist, {"dataset": "mnist", "loss": "sse", "loss_gamma": 2.0})
+    with pytest.raises(ValueError, match="loss_beta must be given with the losses that have it"):
+        resolve(mnist, {"dataset": "mnist", "loss": "losing-less", "loss_beta": None})
+    for decay in ({"weight_decay": 0.1}, {"optimizer": "adamw"}):
+        with pytest.raises(ValueError, match="loss must not be losing-less-weights with weight_decay"):
+            resolve(mnist, {"dataset": "mnist", "loss": "losing-less-weights", **decay})
     with pytest.raises(ValueError, match="is not a field"):
         resolve(mnist, {"dataset": "mnist", "learning_rate": 1.0})

@@ -30,7 +30,8 @@ def test_every_recipe_is_a_configuration_whose_model_fits(name: str) -> None:
     config = resolve(like(values["dataset"]), values)
     shape = FEATURES[config.dataset] if config.features == "scatternet" else SHAPES[config.dataset]
     assert create(config.model, shape, 10)(torch.zeros(2, *shape)).shape == (2, 10)
-    assert (config.max_grad_norm, config.momentum, config.delta, config.epsilon) == (0.1, 0.9, 1e-5, 3.0)
+    assert (config.max_grad_norm, config.momentum, config.delta) == (0.1, 0.9, 1e-5)
+    assert config.epsilon == (None if name.startswith("shamsabadi2023") else 3.0)
 
 
 def test_table_13() -> None:
@@ -49,7 +50,26 @@ def test_table_13() -> None:
         values = recipe(f"tramer2021-{name}")
         assert (values["batch_size"], values["lr"], values["epochs"]) == wanted
     assert recipe("tramer2021-fashion-mnist-scatternet-cnn")["groups"] == 27
-    assert len(RECIPES) == len(rows) + 2
+
+
+def test_table_5() -> None:
+    rows = {
+        "mnist-cnn": (512, 0.5, 40, 1.23, 0, 1, 5),
+        "mnist-scatternet-cnn": (1024, 1.0, 25, 1.35, 2, 11, 2),
+        "fashion-mnist-cnn": (2048, 4.0, 40, 2.15, 0, 1, 5),
+        "fashion-mnist-scatternet-cnn": (2048, 4.0, 40, 2.15, 2, 51, 2),
+        "cifar10-cnn": (1024, 1.0, 30, 1.54, 7, 11, 5),
+        "cifar10-scatternet-cnn": (8192, 4.0, 60, 5.67, 2, 11, 2),
+    }
+    own = ("loss_threshold_epoch", "loss_beta", "loss_gamma")
+    for name, wanted in rows.items():
+        values = recipe(f"shamsabadi2023-{name}")
+        assert tuple(values[f] for f in ("batch_size", "lr", "epochs", "noise_multiplier", *own)) == wanted
+        assert values["loss"] == "losing-less"
+        given = {"dataset": values["dataset"], "loss": "losing-less", "features": values.get("features", "none")}
+        defaults = resolve(like(values["dataset"]), given)
+        assert tuple(getattr(defaults, f) for f in own) == wanted[4:]
+    assert len([name for name in RECIPES if name.startswith("shamsabadi2023")]) == len(rows)
 
 
 def test_table_17() -> None:
