@@ -1,13 +1,14 @@
-"""Runs the paper's experiments, a few seeds each, and tells how they compare.
+"""Shamsabadi & Papernot 2023: makes the runs of the paper's experiments, a few seeds each, and tells how they compare.
 
-    python -m benchmarks.papers.shamsabadi2023 accuracy --rows -cnn --seeds 5 --out runs/shamsabadi2023
-    python -m benchmarks.papers.shamsabadi2023 --at 1.5 2 3 --out runs/shamsabadi2023
-
-What is in --out is not run again, and what was broken off is gone on with.
+python -m benchmarks.papers.shamsabadi2023 accuracy --rows cifar10-cnn --seeds 5
+python -m benchmarks.papers.shamsabadi2023 within
 """
 
-from benchmarks.papers.runner import main
+from benchmarks.papers.runner import Paper, main
 from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS
+from benchmarks.papers.shamsabadi2023.within import within
+
+PAPER = Paper("shamsabadi2023", EXPERIMENTS, extras={"within": lambda results: print(within(EXPERIMENTS, results))})
 
 if __name__ == "__main__":
-    main(__doc__, "shamsabadi2023", EXPERIMENTS)
+    main(PAPER, __doc__)
