@@ -112,11 +112,13 @@ class TrainConfig:
                     f"{name} must be given with the losses that have it ({', '.join(_losses_with(name))}) and only "
                     f"then, got {getattr(self, name)!r} with loss={self.loss!r}"
                 )
-        if self.loss == "losing-less-weights" and (self.weight_decay or self.optimizer == "adamw"):
-            raise ValueError(
-                "loss must not be losing-less-weights with weight_decay or the optimizer adamw, whose weight decay is "
-                f"no penalty, got weight_decay={self.weight_decay:g}, optimizer={self.optimizer!r}"
-            )
+        if self.loss == "losing-less-weights":
+            others: dict[str, Any] = {"weight_decay": self.weight_decay, "lr_body": self.lr_body, "sparse": self.sparse}
+            others |= {"optimizer": "adamw"} if self.optimizer == "adamw" else {}
+            if given := ", ".join(f"{name}={value!r}" for name, value in others.items() if value):
+                raise ValueError(
+                    f"loss must not be losing-less-weights with another weight decay or other groups, got {given}"
+                )
         for name, kind in (("groups", "group"), ("norm_noise_multiplier", "private")):
             if (getattr(self, name) is not None) != (self.normalization == kind):
                 raise ValueError(

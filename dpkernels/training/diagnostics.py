@@ -95,11 +95,13 @@ def take_snapshot(
             clipped = clipper.backward(objective(examples, labels, math.floor(epoch)))
         with GhostClipper(copied, math.inf) as clipper:
             whole = clipper.backward(objective(examples, labels, math.floor(epoch))).grads
-    weights = {name: layer._parameters.get("weight") for name, layer in layers.items()}
+    weights = {name: getattr(layer, "weight", None) for name, layer in layers.items()}
     return Snapshot(
         step=step,
         epoch=epoch,
-        weight_norms={name: _finite(weight.detach().norm()) for name, weight in weights.items() if weight is not None},
+        weight_norms={
+            name: _finite(weight.detach().norm()) for name, weight in weights.items() if isinstance(weight, Tensor)
+        },
         output_norms={name: _finite(h.detach().flatten(1).norm(dim=1).mean()) for name, h in outputs},
         gradient_norms=[float(f"{norm:.6g}") for norm in clipped.norms.tolist() if math.isfinite(norm)],
         cosine=_cosine(clipped.grads, whole),

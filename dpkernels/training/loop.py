@@ -32,7 +32,7 @@ from dpkernels.training.diagnostics import Diagnostics
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
-from dpkernels.training.objective import Objective, parameter_groups
+from dpkernels.training.objective import Objective, decayed_groups
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
 from dpkernels.training.schedules import scheduler
@@ -367,7 +367,7 @@ def build_optimizer(config: TrainConfig, plan: Plan, model: nn.Module, ledger: L
         "lr": config.lr,
         "max_grad_norm": config.max_grad_norm,
         "weight_decay": config.weight_decay,
-        "params": parameter_groups(config, model),
+        "params": parameter_groups(config, model) or decayed_groups(config, model),
         "ledger": ledger,
         "seed": config.seed,
     }

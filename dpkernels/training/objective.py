@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,15 @@ class Objective:
 
     def set_weight_decay(self, optimizer: torch.optim.Optimizer, epoch: int) -> None:
         """Where the loss has a penalty on weights, which is a part of the update: that of `epoch`, for parameter groups
-        as `parameter_groups` makes them."""
+        as `decayed_groups` makes them."""
         if self._combined is not None and self._combined.penalty == "weights":
             decays = self._combined.weight_decays(epoch)
             for group in optimizer.param_groups:
                 group["weight_decay"] = decays.get(group["name"], 0.0)
 
 
-def parameter_groups(config: TrainConfig, model: nn.Module) -> list[dict[str, object]] | None:
-    """One for each trainable parameter where the loss gives each its own weight decay; None where one group does."""
+def decayed_groups(config: TrainConfig, model: nn.Module) -> list[dict[str, Any]] | None:
+    """A group for each trainable parameter where the loss gives each its own weight decay; else None."""
     if config.loss != "losing-less-weights":
         return None
     return [{"name": name, "params": [p]} for name, p in model.named_parameters() if p.requires_grad]

@@ -115,8 +115,10 @@ def test_contradictions() -> None:
         resolve(mnist, {"dataset": "mnist", "loss": "sse", "loss_gamma": 2.0})
     with pytest.raises(ValueError, match="loss_beta must be given with the losses that have it"):
         resolve(mnist, {"dataset": "mnist", "loss": "losing-less", "loss_beta": None})
-    for decay in ({"weight_decay": 0.1}, {"optimizer": "adamw"}):
-        with pytest.raises(ValueError, match="loss must not be losing-less-weights with weight_decay"):
+    for decay in ({"weight_decay": 0.1}, {"optimizer": "adamw"}, {"lr_body": 0.1}):
+        with pytest.raises(
+            ValueError, match="loss must not be losing-less-weights with another weight decay or other groups"
+        ):
             resolve(mnist, {"dataset": "mnist", "loss": "losing-less-weights", **decay})
     with pytest.raises(ValueError, match="is not a field"):
         resolve(mnist, {"dataset": "mnist", "learning_rate": 1.0})

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dpkernels import losses, models
 from dpkernels.training import TrainConfig
 from dpkernels.training.config import LOSSES
-from dpkernels.training.objective import Objective, parameter_groups
+from dpkernels.training.objective import Objective, decayed_groups
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -44,12 +44,12 @@ def test_every_loss_is_what_its_name_says(loss: str, small: Callable[..., TrainC
 def test_the_penalty_on_weights_reaches_the_optimizer(small: Callable[..., TrainConfig]) -> None:
     model = models.create("simple_vgg", (1, 16, 16), 10)
     config = small(loss="losing-less-weights", loss_threshold_epoch=2.0, loss_beta=0.3)
-    optimizer = torch.optim.SGD(parameter_groups(config, model), lr=0.1)
+    optimizer = torch.optim.SGD(decayed_groups(config, model), lr=0.1)
     Objective(config, model).set_weight_decay(optimizer, epoch=2)
     decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in [group["name"]]}
     for name, p in model.named_parameters():
         assert decays[name] == (pytest.approx(1 / (0.3 * p.numel())) if name.endswith("weight") else 0)
-    assert parameter_groups(small(), model) is None
+    assert decayed_groups(small(), model) is None
 
 
 def test_a_stopped_run_goes_on_with_its_loss(
