@@ -5,7 +5,7 @@
 account. ``GhostClipper`` is the engine alone.
 """
 
-from dpkernels import accounting, audit, clipping, data, features, losses, models, random
+from dpkernels import accounting, audit, clipping, data, features, losses, models, random, selection
 from dpkernels.accounting import Plan, epsilon, noise_multiplier, plan
 from dpkernels.clipping import ClippedSum, GhostClipper, UnsupportedModelError
 from dpkernels.data import PoissonLoader
@@ -34,4 +34,5 @@ __all__ = [
     "noise_multiplier",
     "plan",
     "random",
+    "selection",
 ]
