@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,11 @@ def test_near_private_leaves_what_no_private_example_is_near_to() -> None:
     with pytest.raises(BudgetExceededError):
         NearPrivate(200, PCARelease(1.5, 0.01), SupportRelease(1.0), 4).select(public, private, 60, ledger=ledger)
     assert len(ledger.entries()) == 2
+    smoothed = NearPrivate(200, PCARelease(1.5, 4.0), SupportRelease(0.1), components=4, smoothing=50)
+    chosen = smoothed.select(public, private, 60, ledger=None, key=Key.from_seed(1))  # noise of 14, counts of 10
+    assert (chosen % 4 < 2).double().mean() > 0.8
+    rough = replace(smoothed, smoothing=1).select(public, private, 60, ledger=None, key=Key.from_seed(1))
+    assert (rough % 4 < 2).double().mean() < 0.8
     empty = Views(private.embeddings[:0], private.logits[:0])
     assert len(how.select(public, empty, 60, ledger=None)) == 60
 
