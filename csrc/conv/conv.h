@@ -7,31 +7,12 @@
 
 #include <cstdint>
 
+#include "common/conv_shape.h"
 #include "common/scalar.h"
 
 struct CUstream_st;  // a CUDA stream is a pointer to it
 
 namespace dpk {
-
-struct ConvShape {
-  int64_t batch, groups, in_channels, out_channels;
-  int64_t in[3], out[3];  // sizes of the maps: depth, height, width
-  int64_t kernel[3], stride[3], padding[3], dilation[3];
-
-  int64_t group_in() const { return in_channels / groups; }
-  int64_t group_out() const { return out_channels / groups; }
-  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
-  int64_t rows() const { return group_in() * taps(); }  // of the unfolded input, in each group
-  int64_t pixels() const { return in[0] * in[1] * in[2]; }
-  int64_t positions() const { return out[0] * out[1] * out[2]; }
-  int64_t padded(int d) const { return in[d] + 2 * padding[d]; }
-};
-
-// How far apart an operand's channels lie, and its pixels (positions): [channels, pixels], or the other way round in
-// torch's channels-last format. Examples follow each other.
-struct ConvLayout {
-  int64_t channel, pixel;
-};
 
 // How a squared norm is computed.
 enum class ConvStrategy : int64_t {

@@ -30,6 +30,7 @@ constexpr double unit_roundoff() {
   return static_cast<double>(std::numeric_limits<A>::epsilon()) / 2;
 }
 
+#include "common/simd_transpose.h"
 #include "conv/tile.h"
 // Blocks and operands of a direct product.
 #include "conv/unfold.h"

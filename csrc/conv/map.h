@@ -9,38 +9,6 @@
 
 namespace dpk {
 
-// A map made of lines of a channel's map: in dimension i, line l is line origin[i] + l * step[i] of the channel, and
-// zero outside of first[i] <= l < last[i], in the padding.
-struct ConvMap {
-  int64_t size[3], step[3], origin[3], first[3], last[3];
-
-  // `lines` of the zero-padded channel, from line `start` on and `every` apart.
-  void set(const ConvShape& s, int i, int64_t lines, int64_t start, int64_t every) {
-    size[i] = lines;
-    step[i] = every;
-    origin[i] = start - s.padding[i];
-    const auto lines_below = [&](int64_t line) {  // how many lie below this line of the channel
-      return std::clamp<int64_t>((line - origin[i] + every - 1) / every, 0, lines);
-    };
-    first[i] = origin[i] < 0 ? lines_below(0) : 0;
-    last[i] = std::max(first[i], lines_below(s.in[i]));
-  }
-
-  int64_t pixels() const { return size[0] * size[1] * size[2]; }
-  int64_t pixel(int64_t d, int64_t h, int64_t w) const { return (d * size[1] + h) * size[2] + w; }
-  int64_t line() const { return last[2] - first[2]; }  // pixels of a line inside the padding
-  int64_t inside() const { return (last[0] - first[0]) * (last[1] - first[1]) * line(); }
-
-  // f(pixel of this map, pixel of the channel) for the start of each line inside the padding.
-  template <typename F>
-  void each_line(const ConvShape& s, F f) const {
-    for (int64_t d = first[0]; d < last[0]; ++d)
-      for (int64_t h = first[1]; h < last[1]; ++h)
-        f(pixel(d, h, first[2]),
-          ((origin[0] + d * step[0]) * s.in[1] + origin[1] + h * step[1]) * s.in[2] + origin[2] + first[2] * step[2]);
-  }
-};
-
 // The map of the direct way: all lines that taps can reach, or those that they do where a dimension has a single tap.
 struct ConvDirectMap : ConvMap {
   int64_t stride[3];  // between the positions

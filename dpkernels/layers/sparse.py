@@ -18,6 +18,11 @@ from dpkernels.layers.conv import ConvLayer
 from dpkernels.layers.linear import LinearLayer, rows_of
 from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
 from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
+from dpkernels.ops.sparse import sparse_gradients
+
+#: Gradients of all selected weights are stored where an example has no more of them than this, or than so many times
+#: the values of its input and output gradient.
+_SMALL, _TIMES_OPERANDS = 4096, 4
 
 
 class _Sparse(nn.Module):
@@ -105,17 +110,21 @@ class _SelectedWeights(Layer):
 
     @abstractmethod
     def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Input and output gradients of a convolution, [batch, channels, *map], and its settings as keywords."""
+        """Input and output gradient of a convolution, [batch, channels, *map], and its settings as keywords."""
 
     def squared_norms(self, record: Record, slots: frozenset[str], **_: Any) -> Tensor:
         x, g, settings = self._operands(record)
         norms, _none, bias_grads = conv_squared_norms(x, g, weight=False, bias="bias" in slots, **settings)
         if bias_grads is not None:
             record.per_example["bias"] = bias_grads
-        if "values" in slots:
-            record.per_example["values"] = self._gradients(x, g, settings)
-            norms = norms + row_squared_norms(record.per_example["values"])
-        record.saved, record.output_grad = (), g.new_empty(g.size(0), 0)
+        parts = self._parts(x, g) if "values" in slots else ()
+        for part in parts:
+            grads = sparse_gradients(x, g, part, **settings)
+            norms = norms + row_squared_norms(grads)
+        if len(parts) == 1:
+            record.per_example["values"] = grads
+        if len(parts) <= 1:
+            record.saved, record.output_grad = (), g.new_empty(g.size(0), 0)
         return norms
 
     def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
@@ -126,15 +135,15 @@ class _SelectedWeights(Layer):
             if "bias" in left:
                 sums["bias"] = conv_clipped_sums(x, g, weights, weight=False, **settings)[1]
             if "values" in left:
-                sums["values"] = weighted_row_sum(self._gradients(x, g, settings), weights)
+                each = (sparse_gradients(x, g, part, **settings) for part in self._parts(x, g))
+                sums["values"] = torch.cat([weighted_row_sum(grads, weights) for grads in each])
         return sums
 
-    def _gradients(self, x: Tensor, g: Tensor, settings: dict[str, Any]) -> Tensor:
-        """[batch, selected]"""
+    def _parts(self, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        """The selected entries, as many at a time as an example's gradients of them may take memory."""
         assert isinstance(self.module, _Sparse)
-        dense = conv_squared_norms(x, g, bias=False, store=True, **settings)[1]
-        assert dense is not None
-        return dense.flatten(1)[:, self.module.index]
+        most = max(_SMALL, _TIMES_OPERANDS * (x[:1].numel() + g[:1].numel()))
+        return self.module.index.split(most)
 
 
 class SparseConvLayer(_SelectedWeights, ConvLayer):
@@ -144,7 +153,9 @@ class SparseConvLayer(_SelectedWeights, ConvLayer):
 
     def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
         (x,) = record.saved
-        return x, record.output_grad, self._geometry()._asdict()
+        settings = self._geometry()._asdict()
+        del settings["transposed"]
+        return x, record.output_grad, settings
 
 
 class SparseLinearLayer(_SelectedWeights, LinearLayer):

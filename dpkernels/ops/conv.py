@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dpkernels import _native
-from dpkernels.ops._checks import as_they_lie, require_size, require_tensor, require_weights
+from dpkernels.ops._checks import require_weights
+from dpkernels.ops._maps import Ints, Settings, dense, settings_of
 
 _STRATEGIES = ("auto", "direct", "gram")
 
@@ -54,7 +55,7 @@ def conv_squared_norms(
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit.
     """
-    settings = _settings(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
+    settings = settings_of(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy must be one of {_STRATEGIES}, got {strategy!r}")
     if store and strategy == "gram":
@@ -63,7 +64,7 @@ def conv_squared_norms(
         plan = conv_plan(tuple(input.shape[1:]), tuple(output_grads.shape[1:]), settings)
         store = strategy != "gram" and plan.way == "stored"
     norms, weight_grads, bias_grads = torch.ops.dpkernels.conv_squared_norms(
-        *_dense(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy), _tf32(input)
+        *dense(input, output_grads), *settings, weight, bias, store, _STRATEGIES.index(strategy), _tf32(input)
     )
     return norms, weight_grads.movedim(-1, 1) if store and weight else None, bias_grads if bias else None
 
@@ -97,96 +98,16 @@ def conv_clipped_sums(
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit.
     """
-    settings = _settings(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
+    settings = settings_of(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     require_weights(weights, input.size(0))
     return torch.ops.dpkernels.conv_clipped_sums(
-        *_dense(input, output_grads), weights.contiguous(), *settings, weight, bias, _tf32(input)
+        *dense(input, output_grads), weights.contiguous(), *settings, weight, bias, _tf32(input)
     )
 
 
 def _tf32(input: Tensor) -> bool:
     """Whether products may be rounded to TF32: torch's own setting, which is of CUDA alone."""
     return input.is_cuda and torch.backends.cudnn.allow_tf32
-
-
-def _dense(*maps: Tensor) -> tuple[Tensor, ...]:
-    """The maps in one dtype that the kernels take, each as it lies if that is dense, channels last or not."""
-    return tuple(_as_it_lies(t) for t in as_they_lie(*maps))
-
-
-def _as_it_lies(t: Tensor) -> Tensor:
-    last = _CHANNELS_LAST.get(t.dim())
-    return t if last and t.is_contiguous(memory_format=last) else t.contiguous()
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_Ints = tuple[int, ...]
-_Settings = tuple[_Ints, _Ints, _Ints, _Ints, int, bool]
-_NAMES = ("kernel_size", "stride", "padding", "dilation")
-_MAPS = ("width", "height, width", "depth, height, width")
-
-
-def _settings(
-    input: Tensor,
-    output_grads: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    transposed: bool,
-) -> _Settings:
-    """The settings as the operators take them, checked against the tensors."""
-    if not 1 <= len(kernel_size) <= 3:
-        raise ValueError(f"kernel_size must hold 1, 2 or 3 numbers, got {tuple(kernel_size)}")
-    maps = _MAPS[len(kernel_size) - 1]
-    require_tensor(input, "input", f"[batch, in_channels, {maps}]")
-    require_tensor(output_grads, "output_grads", f"[batch, out_channels, {maps}]")
-    require_size(output_grads, "output_grads", 0, input.size(0), "the batch of input")
-    settings = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), groups, transposed)
-    _check_shapes(input.shape[1:], output_grads.shape[1:], *settings)
-    return settings
-
-
-@lru_cache(maxsize=1024)
-def _check_shapes(
-    input_shape: _Ints,
-    output_shape: _Ints,
-    kernel_size: _Ints,
-    stride: _Ints,
-    padding: _Ints,
-    dilation: _Ints,
-    groups: int,
-    transposed: bool,
-) -> None:
-    """Raise unless these settings make ``output_shape`` of ``input_shape``, both [channels, *map]."""
-    settings = (kernel_size, stride, padding, dilation)
-    for setting, values, least in zip(_NAMES, settings, (1, 1, 0, 1), strict=True):
-        if len(values) != len(kernel_size):
-            raise ValueError(f"{setting} must hold {len(kernel_size)} numbers like kernel_size, got {values}")
-        if min(values) < least:
-            raise ValueError(f"{setting} must hold numbers of at least {least}, got {values}")
-    shapes = {"input": input_shape, "output_grads": output_shape}
-    for name, (channels, *_) in shapes.items():
-        if groups < 1 or channels < 1 or channels % groups:
-            raise ValueError(f"groups must divide the {channels} channels of {name}, got {groups}")
-    source, result = reversed(shapes) if transposed else shapes
-    for i, (size, seen, k, s, p, d) in enumerate(
-        zip(shapes[source][1:], shapes[result][1:], *settings, strict=True), start=2
-    ):
-        made = (size + 2 * p - d * (k - 1) - 1) // s + 1
-        if transposed and 0 < made - seen <= (d - 1) // s:
-            continue  # output padding within the dilation: lines that no input reaches
-        if made < 1:
-            raise ValueError(
-                f"kernel_size must fit into {source}: dimension {i} of size {size} with padding {p} is shorter than "
-                f"{k} taps with dilation {d}"
-            )
-        if seen != made:
-            raise ValueError(
-                f"{result} must have size {made} in dimension {i} (what these settings make of {size} in {source}), "
-                f"got {seen}"
-            )
 
 
 class ConvPlan(NamedTuple):
@@ -198,7 +119,7 @@ class ConvPlan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def conv_plan(input_shape: _Ints, output_shape: _Ints, settings: _Settings) -> ConvPlan:
+def conv_plan(input_shape: Ints, output_shape: Ints, settings: Settings) -> ConvPlan:
     """What :func:`conv_squared_norms` does with ``store=None`` and ``strategy="auto"``.
 
     Args:

@@ -25,7 +25,7 @@ def conv_squared_norms(
     store: bool | None = False,
     strategy: str = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    grads = _weight_grads(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
+    grads = weight_grads(input, output_grads, kernel_size, stride, padding, dilation, groups, transposed)
     bias_grads = output_grads.double().flatten(2).sum(2)
     norms = weight * grads.double().flatten(1).square().sum(1) + bias * bias_grads.square().sum(1)
     return norms, grads if store and weight else None, bias_grads if bias else None
@@ -47,14 +47,14 @@ def conv_clipped_sums(
 ) -> tuple[Tensor, Tensor]:
     kept = weights != 0
     x, g = input[kept], output_grads[kept]
-    grads = _weight_grads(x, g, kernel_size, stride, padding, dilation, groups, transposed)
+    grads = weight_grads(x, g, kernel_size, stride, padding, dilation, groups, transposed)
     return (
         torch.einsum("b,b...->...", weights[kept], grads.double()) if weight else weights.new_empty(0),
         torch.einsum("b,bot->o", weights[kept], g.double().flatten(2)) if bias else weights.new_empty(0),
     )
 
 
-def _weight_grads(
+def weight_grads(
     input: Tensor,
     output_grads: Tensor,
     kernel_size: Sequence[int],
