@@ -39,6 +39,7 @@ TORCH_ONLY = {"reference", "models", "losses"}  # of what is neither Python's ow
 NO_TORCH = {"accounting"}
 
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
+BINDING_HEADERS = {"common/torch.h", "common/conv_torch.h"}  # what bindings share
 SEES_SIMT = {"common/launch.h", "common/mma.h"}  # what a .cu is written in, when a C++ compiler reads it
 CUDA_HEADER = re.compile(r"^(cuda|cu[a-z]+\.h|cub/|cooperative_groups)")
 
@@ -88,14 +89,14 @@ def include_violations(csrc: Path) -> list[str]:
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}):
         where = path.relative_to(csrc)
         folder = where.parts[0]
-        binds_torch = path.name.endswith("_torch.cpp") or str(where) == "common/torch.h"
+        binds_torch = path.name.endswith("_torch.cpp") or str(where) in BINDING_HEADERS
         for line, text in enumerate(path.read_text().splitlines(), 1):
             match = re.match(r'\s*#\s*include\s*[<"]([^>"]+)[>"]', text)
             if not match:
                 continue
             header = match[1]
             at = f"csrc/{where}:{line} includes {header}"
-            if (TORCH_HEADER.match(header) or header == "common/torch.h") and not binds_torch:
+            if (TORCH_HEADER.match(header) or header in BINDING_HEADERS) and not binds_torch:
                 found.append(f"{at}: only *_torch.cpp sees torch")
             if header.startswith("pybind11/") and folder not in {"host", "simt"}:
                 found.append(f"{at}: only host and simt see pybind11")
