@@ -3,9 +3,10 @@
     python -m benchmarks.floor [--document docs/gpu.md] [--measured benchmarks/results/gpu.json]
 
 For every model: what the operators must read and write once, what they must compute, and the larger of both divided by
-the device's rates. Activations and gradients are float32, products within an example run on tensor cores in TF32, sums
-over examples and the noise in float64, and the random words on the integer units. A convolution is counted by the way
-that is cheapest of those that the engine has: gradients stored, computed twice, or norms from pairs of positions.
+the device's rates. Activations and gradients are float32, products within an example run on tensor cores in TF32 (those
+of selected weights on the float32 units), sums over examples and the noise in float64, and the random words on the
+integer units. A convolution is counted by the way that is cheapest of those that the engine has: gradients stored,
+computed twice, or norms from pairs of positions.
 Launches, caches and occupancy are left out: the floor is what no kernel gets below, not what one should expect.
 """
 
@@ -20,9 +21,10 @@ from pathlib import Path
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from benchmarks.models import Seen, layers_of
+from benchmarks.models import Seen, layers_of, sparse_resnet18
 from dpkernels import models
 from dpkernels.bench.models import BASELINES, Workload
+from dpkernels.layers.sparse import SparseConv2d
 from dpkernels.training.files import write_text
 
 BEGIN, END = "<!-- floor: benchmarks/floor.py -->", "<!-- /floor -->"
@@ -44,12 +46,13 @@ class Device:
     name: str
     bytes: float
     tensor: float
+    single: float
     double: float
     integer: float
 
 
 #: NVIDIA H100 SXM: datasheet, dense rates; integers: 64 lanes in each of 132 multiprocessors at 1.755 GHz.
-H100 = Device("NVIDIA H100 SXM", 3.35e12, 494.7e12, 66.9e12, 64 * 132 * 1.755e9)
+H100 = Device("NVIDIA H100 SXM", 3.35e12, 494.7e12, 66.9e12, 66.9e12, 64 * 132 * 1.755e9)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Work:
     operator: str
     bytes: float = 0.0
     tensor: float = 0.0
+    single: float = 0.0
     double: float = 0.0
     integer: float = 0.0
 
@@ -68,7 +72,8 @@ class Work:
 
     def times(self, device: Device) -> dict[str, float]:
         """Seconds that each unit of the device is busy."""
-        units = {"memory": "bytes", "tensor cores": "tensor", "float64": "double", "integers": "integer"}
+        units = {"memory": "bytes", "tensor cores": "tensor", "float32": "single", "float64": "double"}
+        units["integers"] = "integer"
         return {unit: getattr(self, field) / getattr(device, field) for unit, field in units.items()}
 
 
@@ -89,6 +94,8 @@ def of_model(workload: Workload, batch: int, device: Device) -> list[Work]:
 
 
 def _of_layer(layer: Seen, device: Device) -> list[Work]:
+    if isinstance(layer.module, SparseConv2d):
+        return _of_selected(layer.module, layer.input_shape, layer.output_shape)
     if isinstance(layer.module, _ConvNd):
         return _of_convolution(layer.module, layer.input_shape, layer.output_shape, device)
     if isinstance(layer.module, nn.Linear):
@@ -118,6 +125,17 @@ def _of_convolution(module: _ConvNd, x: Shape, g: Shape, device: Device) -> list
     if set(module.stride) != {1}:
         del ways["gram"]
     return min(ways.values(), key=lambda works: sum(work.seconds(device) for work in works))
+
+
+def _of_selected(module: SparseConv2d, x: Shape, g: Shape) -> list[Work]:
+    batch, selected = x[0], module.index.numel()
+    gradients = FLOAT * batch * selected
+    operands = FLOAT * (math.prod(x) + math.prod(g)) + DOUBLE * selected
+    return [
+        Work("sparse_gradients", bytes=operands + gradients, single=2.0 * math.prod(g[2:]) * batch * selected),
+        Work("row_squared_norms", bytes=gradients, double=2.0 * batch * selected),
+        Work("weighted_row_sum", bytes=gradients + DOUBLE * selected, double=2.0 * batch * selected),
+    ]
 
 
 def _of_linear(module: nn.Linear, x: Shape, g: Shape) -> list[Work]:
@@ -150,7 +168,7 @@ def table(device: Device, measured: dict[str, dict[str, float]]) -> str:
                 f"`{operator}`",
                 f"{len(own)}",
                 f"{1e-9 * sum(work.bytes for work in own):.3f}",
-                f"{1e-12 * sum(work.tensor + work.double for work in own):.3f}",
+                f"{1e-12 * sum(work.tensor + work.single + work.double for work in own):.3f}",
                 f"{floor:.1f}",
                 busy.most_common(1)[0][0],
                 "" if seen is None else f"{seen:.1f}",
@@ -167,6 +185,7 @@ WORKLOADS: dict[str, tuple[Workload, int]] = {
     "scatternet_linear": (BASELINES["scatternet_linear"], 8192),
     "scatternet_cnn": (BASELINES["scatternet_cnn"], 4096),
     "resnet18": (BASELINES["resnet18"], 1024),
+    "resnet18, 1% of its convolutions": (Workload(sparse_resnet18, (3, 32, 32), 32), 1024),
     "resnet50, 224x224": (Workload(lambda: models.resnet50(1000), (3, 224, 224), 256), 256),
 }
 

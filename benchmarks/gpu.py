@@ -25,6 +25,9 @@ from dpkernels.bench import machine
 from dpkernels.bench.choices import records_of
 from dpkernels.bench.models import Workload
 from dpkernels.layers import Layer, Record
+from dpkernels.layers.sparse import SparseConvLayer
+from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
+from dpkernels.ops.sparse import sparse_gradients
 from dpkernels.ops.update import sgd_update
 from dpkernels.training.files import write_json
 
@@ -81,6 +84,14 @@ def _calls(record: Record) -> Iterator[tuple[str, Callable[[], object]]]:
     if isinstance(rule.module, nn.GroupNorm):
         weight = rule.module.weight.detach()
         yield "group_norm_backward", lambda: rule.input_grads(fresh, weight, (True,))
+        return
+    if isinstance(rule, SparseConvLayer):
+        x, g, settings = rule.operands(record)
+        selected = rule.module.index
+        gradients = sparse_gradients(x, g, selected, **settings)
+        yield "sparse_gradients", lambda: sparse_gradients(x, g, selected, **settings)
+        yield "row_squared_norms", lambda: row_squared_norms(gradients)
+        yield "weighted_row_sum", lambda: weighted_row_sum(gradients, weights)
         return
     family = "conv" if isinstance(rule.module, _ConvNd) else "linear"
     again = replace(record, per_example={})

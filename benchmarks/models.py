@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from dpkernels import models
 from dpkernels.bench.models import BASELINES, Workload
+from dpkernels.transfer.sparse import sparsify
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,20 @@ def layers_of(workload: Workload, batch: int, kinds: tuple[type[nn.Module], ...]
                 module.register_forward_hook(record)
         model(torch.empty(batch, *workload.shape))
     return seen
+
+
+def sparse_resnet18(share: float = 0.01) -> nn.Module:
+    """A ResNet-18 for 32x32 images of whose convolution weights a random share is trained (Luo et al. 2021: 1%)."""
+    model = models.resnet18(10, stem="cifar")
+    sparsify(
+        model,
+        {
+            f"{name}.weight": torch.rand(module.weight.shape, device="cpu") < share
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Conv2d)
+        },
+    )
+    return model
 
 
 def parameter_shapes(name: str) -> list[torch.Size]:

@@ -61,7 +61,7 @@ class _Sparse(nn.Module):
         nn.Module.__init__(self)
         _take_settings(self, module)
         self.register_buffer("base", dense.clone(memory_format=torch.contiguous_format))
-        self.register_buffer("index", mask.to(dense.device).flatten().nonzero().squeeze(1))
+        self.register_buffer("index", mask.flatten().nonzero().squeeze(1).to(dense.device))
         self.values = nn.Parameter(self.base.flatten()[self.index])
         self.bias = module.bias
 
@@ -109,11 +109,11 @@ class _SelectedWeights(Layer):
     parameters = frozenset({"values", "bias"})
 
     @abstractmethod
-    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Input and output gradient of a convolution, [batch, channels, *map], and its settings as keywords."""
 
     def squared_norms(self, record: Record, slots: frozenset[str], **_: Any) -> Tensor:
-        x, g, settings = self._operands(record)
+        x, g, settings = self.operands(record)
         norms, _none, bias_grads = conv_squared_norms(x, g, weight=False, bias="bias" in slots, **settings)
         if bias_grads is not None:
             record.per_example["bias"] = bias_grads
@@ -131,7 +131,7 @@ class _SelectedWeights(Layer):
         sums = {slot: weighted_row_sum(grads, weights) for slot, grads in record.per_example.items()}
         left = slots - sums.keys()
         if left:
-            x, g, settings = self._operands(record)
+            x, g, settings = self.operands(record)
             if "bias" in left:
                 sums["bias"] = conv_clipped_sums(x, g, weights, weight=False, **settings)[1]
             if "values" in left:
@@ -151,7 +151,7 @@ class SparseConvLayer(_SelectedWeights, ConvLayer):
 
     module_types = (SparseConv2d,)
 
-    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
         (x,) = record.saved
         settings = self._geometry()._asdict()
         del settings["transposed"]
@@ -167,7 +167,7 @@ class SparseLinearLayer(_SelectedWeights, LinearLayer):
         assert weight is not None
         return F.linear(inputs[0], weight, bias), inputs
 
-    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
         x, g = (rows.transpose(1, 2) for rows in rows_of(record))
         one = {"kernel_size": (1,), "stride": (1,), "padding": (0,), "dilation": (1,)}
         return x, g, one
