@@ -1,7 +1,9 @@
 """Fixtures that several rooms' tests share."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,3 +31,37 @@ def _seeded() -> None:
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache."""
     monkeypatch.setenv("DPKERNELS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Jobs run one after the other in this process, which is quicker than starting others; how many did, call by call.
+
+    The processes have tests of their own.
+    """
+    from dpkernels.training import workers
+
+    calls: list[int] = []
+
+    class Told:
+        def __init__(self, watcher: Any, index: int) -> None:
+            self.watcher, self.index = watcher, index
+
+        def send(self, step: int) -> None:
+            self.watcher.step(self.index, step)
+
+    def run_jobs(jobs: Any, *, watcher: Any = None, **_: Any) -> tuple[list[workers.Outcome], int | None]:
+        calls.append(len(jobs))
+        outcomes = [workers.Outcome() for _ in jobs]
+        for index, job in enumerate(jobs):
+            told: Any = Told(watcher or workers.Watcher(), index)
+            outcomes[index] = workers._outcome(job, {}, told)
+            if watcher is not None:
+                watcher.ended(index, outcomes[index])
+            if outcomes[index].failure is None and not outcomes[index].complete:
+                return outcomes, signal.SIGINT
+        return outcomes, None
+
+    for module in ("sweep", "tune"):
+        monkeypatch.setattr(f"dpkernels.training.{module}.run_jobs", run_jobs)
+    return calls

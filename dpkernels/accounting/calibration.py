@@ -9,7 +9,7 @@ from dpkernels.accounting.accountants import Accountant, bound, estimate
 from dpkernels.accounting.mechanisms import Event, SampledGaussian, check_count, check_delta, check_events, check_number
 
 _SMALLEST, _LARGEST = 1e-2, 1e8
-_PRECISION = 1e-4  # relative precision of the root, well inside the certificate's 1e-3
+PRECISION = 1e-4  # relative precision of the root, well inside the certificate's 1e-3
 
 
 def noise_multiplier(
@@ -64,12 +64,12 @@ def noise_multiplier(
     if accountant == "auto":
         # Rényi accounting is fast and never below, so it says where to look; the estimate finds the root to its
         # precision; the reported bound certifies.
-        guess = _root(excess(lambda events: bound(events, delta, "rdp").upper), 0.0, 0.7, target, 1e-2)
-        guess, stride = _root(excess(lambda events: estimate(events, delta)), guess, 0.05, target, _PRECISION), 1e-3
+        guess = root_of(excess(lambda events: bound(events, delta, "rdp").upper), 0.0, 0.7, target, 1e-2)
+        guess, stride = root_of(excess(lambda events: estimate(events, delta)), guess, 0.05, target, PRECISION), 1e-3
         certified = _certify(excess(reported), guess)
         if certified is not None:
             return certified
-    root = _root(excess(reported), guess, stride, target, _PRECISION)
+    root = root_of(excess(reported), guess, stride, target, PRECISION)
     certified = _certify(excess(reported), root)
     if certified is None:
         raise RuntimeError(
@@ -78,7 +78,7 @@ def noise_multiplier(
     return certified
 
 
-def _root(excess: Callable[[float], float], guess: float, step: float, target: float, precision: float) -> float:
+def root_of(excess: Callable[[float], float], guess: float, step: float, target: float, precision: float) -> float:
     """Where ``excess`` changes its sign, searched from ``guess`` in growing steps."""
     from scipy.optimize import brentq
 
@@ -98,7 +98,7 @@ def _certify(excess: Callable[[float], float], root: float) -> float | None:
     log_sigma = root
     for _ in range(10):
         if excess(log_sigma) > 0:
-            log_sigma += 3 * _PRECISION
+            log_sigma += 3 * PRECISION
         elif excess(log_sigma + math.log(0.999)) <= 0:
             log_sigma += math.log(0.999)
         else:

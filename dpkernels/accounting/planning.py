@@ -72,6 +72,14 @@ class Plan:
         return statement(self.events, self.bound, self.delta, planned=self)
 
 
+def planned_steps(epochs: float, dataset_size: int, batch_size: int) -> int:
+    """ceil(epochs * dataset_size / batch_size), in exact arithmetic. Raises ValueError unless epochs are positive."""
+    passes = check_number("epochs", epochs, 0.0, math.inf, "a finite number > 0")
+    if passes == 0.0:
+        raise ValueError(f"epochs must be a finite number > 0, got {epochs!r}")
+    return math.ceil(Fraction(str(epochs)) * dataset_size / batch_size)  # as written: 0.1 is a tenth
+
+
 def plan(
     *,
     dataset_size: int,
@@ -115,13 +123,7 @@ def plan(
     if (target_epsilon is None) == (noise_multiplier is None):
         got = f"target_epsilon={target_epsilon!r}, noise_multiplier={noise_multiplier!r}"
         raise ValueError(f"exactly one of target_epsilon and noise_multiplier must be given, got {got}")
-    if epochs is not None:
-        passes = check_number("epochs", epochs, 0.0, math.inf, "a finite number > 0")
-        if passes == 0.0:
-            raise ValueError(f"epochs must be a finite number > 0, got {epochs!r}")
-        count = math.ceil(Fraction(str(epochs)) * size / batch)  # as written: 0.1 is a tenth
-    else:
-        count = check_count("steps", steps)
+    count = check_count("steps", steps) if epochs is None else planned_steps(epochs, size, batch)
     if delta * size >= 1:
         warnings.warn(
             f"delta={delta:g} is not below 1/dataset_size={1 / size:g}: such a delta allows releasing a random example "

@@ -33,10 +33,12 @@ def statement(
     planned: Plan | None = None,
     releases: Sequence[tuple[str, Event]] = (),
     seeded: bool = False,
+    more: Sequence[str] = (),
 ) -> str:
     """The privacy statement of ``events`` at ``delta``.
 
-    ``releases`` names what touched the data, for what really happened; ``planned`` adds the planned sampling.
+    ``releases`` names what touched the data, for what really happened; ``planned`` adds the planned sampling, and
+    ``more`` is said before the mechanisms.
     """
     lines: list[str] = []
     if seeded:
@@ -58,6 +60,7 @@ def statement(
             f"with probability {planned.batch_size}/{planned.dataset_size} (Poisson), expected batch "
             f"{planned.batch_size}; {planned.steps} steps planned."
         )
+    lines += more
     lines.append("Mechanisms:" if events else "Mechanisms: none, nothing was released.")
     named = releases or [("", event) for event in events]
     lines += [f"  - {what + ': ' if what else ''}{event}" for what, event in named]

@@ -7,6 +7,8 @@ Two cases, which cost very differently:
   2019). The score that decides which run is best is part of a run: it is computed on public data, or its own release is
   among the run's events. K comes from the stated distribution (``draw_number_of_runs``), nobody sees it or any other
   run, and no run is looked at before the end.
+  The runs may differ in what they cost, where the hyper-parameters decide it: then at every order the dearest counts,
+  and ``noise_multipliers`` finds the noise of each for one target.
 - A grid, or a search that looks at results: every result is released in effect. That is not covered by the first case
   however few results are published; it costs the composition of all runs, ``all_runs``.
 """
@@ -16,10 +18,20 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from dpkernels.accounting.accountants import Accountant, bound
 from dpkernels.accounting.bounds import Bound
-from dpkernels.accounting.mechanisms import Event, check_count, check_delta, check_events, check_number, merge
+from dpkernels.accounting.calibration import PRECISION, root_of
+from dpkernels.accounting.mechanisms import (
+    Event,
+    SampledGaussian,
+    check_count,
+    check_delta,
+    check_events,
+    check_number,
+    merge,
+)
 from dpkernels.accounting.rdp import convert, divergence, minimise_over_orders
 
 
@@ -30,7 +42,13 @@ def all_runs(run: Sequence[Event], delta: float, *, runs: int, accountant: Accou
 
 
 def best_of_random_runs(
-    run: Sequence[Event], delta: float, *, mean_runs: float, shape: float = 1.0, compose_with: Sequence[Event] = ()
+    run: Sequence[Event],
+    delta: float,
+    *,
+    mean_runs: float,
+    shape: float = 1.0,
+    compose_with: Sequence[Event] = (),
+    alternatives: Sequence[Sequence[Event]] = (),
 ) -> Bound:
     """Epsilon at ``delta`` of releasing the best of K independent runs, from the Rényi divergence of one.
 
@@ -42,6 +60,8 @@ def best_of_random_runs(
             run, and nothing is released), 1 geometric, 0 logarithmic, any other value > -1 truncated negative binomial
             (Papernot & Steinke 2022, definition 1). Smaller shapes vary more and cost less.
         compose_with: other releases from the same data.
+        alternatives: what a run costs with other hyper-parameters that may be drawn. A run that draws them is a
+            mixture, and its divergence is at most the largest of theirs.
 
     For the truncated negative binomial, theorem 2 there: at orders a and b, with eps the divergence of one run and
     gamma the parameter of K, eps(a) + (1 + shape) ((1 - 1/b) eps(b) + log(1/gamma) / b) + log(E K) / (a - 1). For
@@ -49,27 +69,93 @@ def best_of_random_runs(
     d)-private.
     """
     delta = check_delta(delta)
-    events, others = merge(check_events("run", run)), merge(check_events("compose_with", compose_with))
+    kinds = [merge(check_events("run", run))]
+    kinds += [merge(check_events(f"alternatives[{i}]", events)) for i, events in enumerate(alternatives)]
+    others = merge(check_events("compose_with", compose_with))
     mean, shape = _check_distribution(mean_runs, shape)
+
+    def one(order: float) -> float:
+        return max(divergence(events, order) for events in kinds)
 
     if shape == math.inf:
 
         def selected(order: float) -> float:
-            chance = _delta_of_one_run(events, math.log1p(1 / (order - 1)))
-            return divergence(events, order) + mean * chance + math.log(mean) / (order - 1)
+            chance = max(_delta_of_one_run(events, math.log1p(1 / (order - 1))) for events in kinds)
+            return one(order) + mean * chance + math.log(mean) / (order - 1)
 
         name = f"Poisson number of runs with mean {mean:g}"
     else:
         log_gamma = _log_gamma(mean, shape)
-        repeated, _ = minimise_over_orders(lambda b: (1 - 1 / b) * divergence(events, b) - log_gamma / b)
+        repeated, _ = minimise_over_orders(lambda b: (1 - 1 / b) * one(b) - log_gamma / b)
 
         def selected(order: float) -> float:
-            return divergence(events, order) + (1 + shape) * repeated + math.log(mean) / (order - 1)
+            return one(order) + (1 + shape) * repeated + math.log(mean) / (order - 1)
 
         name = f"truncated negative binomial number of runs with mean {mean:g} and shape {shape:g}"
     epsilon, _ = minimise_over_orders(lambda a: convert(a, selected(a) + divergence(others, a), delta))
     upper = epsilon if epsilon < 1e300 else math.inf
     return Bound(upper, 0.0, "rdp", f"Rényi differential privacy of the best of a {name}")
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What decides the cost of one training run, but for its noise."""
+
+    sampling_rate: float
+    steps: int
+    compose_with: tuple[Event, ...] = ()
+    """What it releases besides its steps."""
+
+    def events(self, noise_multiplier: float) -> tuple[Event, ...]:
+        """Everything that it releases."""
+        return (*self.compose_with, SampledGaussian(noise_multiplier, self.sampling_rate, self.steps))
+
+
+def noise_multipliers(
+    runs: Sequence[TrainingRun], *, target_epsilon: float, delta: float, mean_runs: float, shape: float = 1.0
+) -> tuple[float, ...]:
+    """The noise multiplier of each of ``runs``, so that the best of a random number of them costs ``target_epsilon``.
+
+    Each is what it would be if all runs were of its kind. Their divergences are largest at different orders, so that
+    together they may cost a little more: then all are raised by one factor. Certified by ``best_of_random_runs``.
+
+    Raises ValueError where no noise meets the target, the releases besides the steps among the reasons.
+    """
+    if not runs:
+        raise ValueError("runs must hold at least one run, got none")
+    target = check_number("target_epsilon", target_epsilon, 0.0, math.inf, "a finite number > 0")
+    if target == 0.0:
+        raise ValueError(f"target_epsilon must be a finite number > 0, got {target_epsilon!r}")
+
+    def excess(kinds: Sequence[TrainingRun], sigmas: Sequence[float]) -> float:
+        """log of (epsilon / target)."""
+        first, *rest = [kind.events(sigma) for kind, sigma in zip(kinds, sigmas, strict=True)]
+        found = best_of_random_runs(first, delta, mean_runs=mean_runs, shape=shape, alternatives=rest)
+        return math.log(min(max(found.upper / target, 1e-6), 1e6))
+
+    def alone(kind: TrainingRun) -> float:
+        if excess([kind], [1e8]) > 0:
+            others = ", ".join(map(str, kind.compose_with)) or "nothing"
+            raise ValueError(
+                f"target_epsilon must exceed what runs cost besides their steps ({others}), got {target:.6g}"
+            )
+        precision = PRECISION if len(distinct) == 1 else 10 * PRECISION  # several are raised anyway
+        return math.exp(root_of(lambda log_sigma: excess([kind], [math.exp(log_sigma)]), 0.0, 0.7, target, precision))
+
+    distinct = dict.fromkeys(runs)
+    found = {kind: alone(kind) for kind in distinct}
+    kinds, sigmas = list(found), list(found.values())
+    if (together := excess(kinds, sigmas)) > 2 * PRECISION:
+
+        def raised(log_factor: float) -> float:
+            return excess(kinds, [sigma * math.exp(log_factor) for sigma in sigmas])
+
+        factor = math.exp(root_of(raised, 0.0, 2 * together, target, PRECISION))
+        sigmas = [factor * sigma for sigma in sigmas]
+    while excess(kinds, sigmas) > 0:
+        sigmas = [sigma * (1 + PRECISION) for sigma in sigmas]
+    found = dict(zip(kinds, sigmas, strict=True))
+    return tuple(found[kind] for kind in runs)
 
 
 def random_stopping(run: Sequence[Event], delta: float, *, stopping_probability: float) -> Bound:
@@ -108,6 +194,21 @@ def draw_number_of_runs(*, mean_runs: float, shape: float = 1.0) -> int:
     for number, probability in enumerate(_probabilities(*_check_distribution(mean_runs, shape))):  # noqa: B007
         uniform -= probability
         if uniform < 0:
+            break
+    return number
+
+
+def most_runs(*, mean_runs: float, shape: float = 1.0, tail: float) -> int:
+    """The least M with Pr[K > M] <= ``tail``.
+
+    Who never makes more than M runs is within total variation ``tail`` of who does: an (epsilon, delta) guarantee
+    becomes (epsilon, delta + (1 + e^epsilon) tail).
+    """
+    left = 1 - _check_probability("tail", tail)
+    number = 0
+    for number, probability in enumerate(_probabilities(*_check_distribution(mean_runs, shape))):  # noqa: B007
+        left -= probability
+        if left <= 0:
             break
     return number
 

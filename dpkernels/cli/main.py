@@ -1,8 +1,8 @@
 """The command `dpkernels`: finds the command, and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 a check of `doctor` or an engine of `bench` failed or `audit` refuted a claim, 2 bad input or a
-run that could not go on, 128 + n stopped by signal n (130 for Ctrl-C). With DPKERNELS_DEBUG=1 errors keep their
-traceback.
+Exit codes: 0 done, 1 a check of `doctor`, an engine of `bench` or a run of `sweep` failed or `audit` refuted a claim,
+2 bad input or a run that could not go on, 128 + n stopped by signal n (130 for Ctrl-C). With DPKERNELS_DEBUG=1 errors
+keep their traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from dpkernels.cli import audit, bench, doctor, planning, train
+from dpkernels.cli import audit, bench, doctor, planning, sweep, train, tune
 from dpkernels.cli.parsing import Parser
 
 BAD_INPUT = 2
@@ -63,7 +63,7 @@ def _parser() -> Parser:
         epilog="Exit codes: 0 done, 1 a failed check, 2 bad input, 130 Ctrl-C. DPKERNELS_DEBUG=1 shows tracebacks.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for module in (train, planning, audit, bench, doctor):
+    for module in (train, sweep, tune, planning, audit, bench, doctor):
         module.add_to(commands)
     return parser
 

@@ -7,12 +7,14 @@ from dpkernels.training.loop import Execution, RunResult, train
 from dpkernels.training.progress import Progress, default_progress
 from dpkernels.training.recipes import RECIPES, recipe
 from dpkernels.training.run_folder import EpochResult, RunFolder
+from dpkernels.training.sweep import Point, grid, run_sweep
 
 __all__ = [
     "RECIPES",
     "Checkpoint",
     "EpochResult",
     "Execution",
+    "Point",
     "Progress",
     "RunFolder",
     "RunResult",
@@ -20,8 +22,10 @@ __all__ = [
     "accuracy",
     "default_delta",
     "default_progress",
+    "grid",
     "load_checkpoint",
     "recipe",
     "resolve",
+    "run_sweep",
     "train",
 ]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from dpkernels.accounting import Event, Plan, plan
+from dpkernels.accounting import Event, Gaussian, Plan, plan
 from dpkernels.data import ImageDataset
 from dpkernels.features import NormRelease
 
@@ -94,6 +94,9 @@ class TrainConfig:
     and normalization."""
     lr_body: float | None = None
     """The learning rate of everything but the classifier; None for the classifier's, `lr`."""
+    score_noise_multiplier: float | None = None
+    """Of the number of training examples that the trained model classifies rightly, which is then released as well and
+    part of the plan; None releases none."""
     seed: int | None = None
     """Makes noise, sampling and initial weights reproducible: the run is then not private."""
 
@@ -159,15 +162,25 @@ class TrainConfig:
     def compose_with(self) -> tuple[Event, ...]:
         """What the run releases besides its steps."""
         release = self.release(channels=1)
-        return () if release is None else (release.event,)
+        statistics = None if release is None else release.event
+        return tuple(event for event in (statistics, self.score_event) if event is not None)
+
+    @property
+    def score_event(self) -> Event | None:
+        """What the number of right answers costs: one example changes it by at most 1."""
+        return None if self.score_noise_multiplier is None else Gaussian(self.score_noise_multiplier)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The configuration that `to_dict` described. Raises ValueError for fields that are missing or unknown."""
-        if values.keys() != set(field_names()):
+        """The configuration that `to_dict` described. Raises ValueError for fields that are missing or unknown.
+
+        A field with a default may be missing: it came with a later version.
+        """
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        if not needed <= values.keys() <= set(field_names()):
             raise ValueError(f"expected the fields {sorted(field_names())}, got {sorted(values)}")
         return cls(**values)
 
@@ -271,9 +284,21 @@ def check_values(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
-_TRANSFER = {"init", "freeze", "sparse", "lr_body"}
-_OPTIONAL = {"epsilon", "noise_multiplier", "averaging", "groups", "norm_noise_multiplier", "seed"}
-_OPTIONAL |= _TRANSFER | set(LOSSES["losing-less"])
+def parse_value(name: str, text: str) -> str | int | float:
+    """The value of the field `name` that `text` says. Raises ValueError for another field, or where it fits no field of
+    that kind; TypeError or ValueError where it is out of range."""
+    if name not in _CHECKS:
+        raise ValueError(f"{name} is not a field of a training configuration; those are {', '.join(_CHECKS)}")
+    wanted, kinds, _ = _CHECKS[name]
+    kind = str if kinds == (str,) else int if kinds == (int,) else float
+    try:
+        value = kind(text.strip())
+    except ValueError:
+        raise ValueError(f"{name} must be {wanted}, got {text!r}") from None
+    check_values({name: value})
+    return value
+
+
 _Check = tuple[str, tuple[type, ...], Callable[[Any], bool]]
 _NUMBER = (int, float)
 _POSITIVE: _Check = ("a finite number > 0", _NUMBER, lambda value: 0 < value < math.inf)
@@ -285,6 +310,9 @@ def _one_of(names: tuple[str, ...]) -> _Check:
     return (f"one of {', '.join(names)}", (str,), lambda value: value in names)
 
 
+_TRANSFER = {"init", "freeze", "sparse", "lr_body"}
+_NOISE = {"epsilon", "noise_multiplier", "norm_noise_multiplier", "score_noise_multiplier"}
+_OPTIONAL = {"averaging", "groups", "seed", *_NOISE, *_TRANSFER, *LOSSES["losing-less"]}
 _CHECKS: dict[str, _Check] = {
     "dataset": _NAME,
     "model": _NAME,
@@ -314,5 +342,6 @@ _CHECKS: dict[str, _Check] = {
     "freeze": _NAME,
     "sparse": ("a fraction with 0 < sparse <= 1", _NUMBER, lambda value: 0 < value <= 1),
     "lr_body": _POSITIVE,
+    "score_noise_multiplier": _POSITIVE,
     "seed": ("an integer", (int,), lambda value: True),
 }

@@ -9,6 +9,7 @@ with the parameters that it would have had.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from dpkernels.data import ImageDataset, PoissonLoader, with_features
 from dpkernels.features import GroupNorm, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
+from dpkernels.random import Domain
 from dpkernels.training import report
 from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
 from dpkernels.training.config import TrainConfig
@@ -39,6 +41,7 @@ from dpkernels.training.schedules import scheduler
 from dpkernels.training.transfer import dense, parameter_groups, prepare
 
 PIXELS = (0.0, 1.0)  # what pixels are scaled to before features are taken, as in the paper
+SCORE = "number of right answers on the training data"  # in the ledger
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into writing checkpoints
 
@@ -127,12 +130,7 @@ class _Run:
         progress: Progress,
     ) -> None:
         features = features_of(config, dataset.input_shape)
-        self.dataset = dataset
-        if features is not None:
-            shape, fingerprint = features.shape, features.fingerprint
-            self.dataset = with_features(
-                dataset.scaled(*PIXELS), features.transform, shape=shape, fingerprint=fingerprint
-            )
+        self.dataset = dataset if features is None else features.of(dataset)
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
         self.model = build_model(config, self.dataset, features, dataset.input_shape)
@@ -289,6 +287,7 @@ class _Run:
 
     def report(self) -> dict[str, Any]:
         """Write weights, plot and metrics, and return the metrics."""
+        train_accuracy = self._released_train_accuracy()
         document = report.metrics(
             self.config,
             self.plan,
@@ -297,6 +296,8 @@ class _Run:
             trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             seconds=self.seconds,
             statement=self.optimizer.privacy_statement(),
+            spent=epsilon_spent(self.ledger, self.plan),
+            train_accuracy=train_accuracy,
         )
         scale = self.dataset.test.value_range
         released = dense(self.config, self.released)
@@ -306,6 +307,26 @@ class _Run:
             self.diagnostics.draw()
         write_json(self.folder.metrics, document)
         return document
+
+    def _released_train_accuracy(self) -> float | None:
+        """A noisy count of right answers on the training data over the nominal size, once a run; None where the
+        configuration has none, the run is unfinished, or a kill took it away between its entry and the metrics."""
+        event, sigma = self.config.score_event, self.config.score_noise_multiplier
+        if event is None or sigma is None or self.ledger.steps < self.plan.steps:
+            return None
+        if any(entry.what == SCORE for entry in self.ledger.entries()):
+            if self.folder.metrics.exists():
+                written = json.loads(self.folder.metrics.read_text(encoding="utf-8"))
+                return None if (value := written.get("train_accuracy")) is None else float(value)
+            if not self.config.seeded:
+                return None
+        else:
+            self.ledger.record(event, SCORE)
+        train, device = self.dataset.train, self.execution.device
+        rows = self.execution.physical_batch_size
+        right = round(accuracy(self.released, train, device=device, batch_size=rows) * len(train))
+        noise = self.optimizer.key.grid_normal(Domain.SELECTION, 0, 1, noise_std=sigma, grid=1.0).item()
+        return min(max((right + noise) / self.plan.dataset_size, 0.0), 1.0)
 
 
 def moving_average(model: nn.Module, decay: float) -> AveragedModel:
@@ -326,6 +347,11 @@ class Features:
     transform: Callable[[Tensor], Tensor]
     shape: tuple[int, ...]
     fingerprint: str
+
+    def of(self, dataset: ImageDataset) -> ImageDataset:
+        """Those of `dataset`, from the cache or computed now."""
+        images = dataset.scaled(*PIXELS)
+        return with_features(images, self.transform, shape=self.shape, fingerprint=self.fingerprint)
 
 
 def features_of(config: TrainConfig, image_shape: tuple[int, ...]) -> Features | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from typing import Protocol
 
 from tqdm import tqdm
@@ -54,12 +55,15 @@ class Lines(Silent):
         print(text, flush=True)
 
     def begin(self, plan: Plan, step: int) -> None:
-        self._plan = plan
+        self._plan, self._first, self._start = plan, step, time.monotonic()
 
     def epoch(self, result: EpochResult) -> None:
+        steps = self._plan.steps - self._first
+        left = remaining(time.monotonic() - self._start, result.step - self._first, steps)
         print(
             f"epoch {result.epoch:.4g}  step {result.step}/{self._plan.steps}  "
-            f"test accuracy {result.test_accuracy:.2%}  epsilon {result.epsilon:.3f}  {result.seconds:.1f} s",
+            f"test accuracy {result.test_accuracy:.2%}  epsilon {result.epsilon:.3f}  {result.seconds:.1f} s"
+            + (f", {left} left" if left else ""),
             flush=True,
         )
 
@@ -71,7 +75,7 @@ class Bar(Silent):
         print(text, flush=True)
 
     def begin(self, plan: Plan, step: int) -> None:
-        columns, lines = shutil.get_terminal_size()  # tqdm's own shows nothing where a terminal claims to have no size
+        columns, lines = terminal_size()
         self._bar = tqdm(
             desc=_epoch(plan, step), total=plan.steps, initial=step, unit="step", ncols=columns, nrows=lines
         )
@@ -86,6 +90,20 @@ class Bar(Silent):
 
     def end(self) -> None:
         self._bar.close()
+
+
+def terminal_size() -> tuple[int, int]:
+    """Columns and lines. tqdm's own shows nothing where a terminal claims to have no size."""
+    columns, lines = shutil.get_terminal_size()
+    return columns, lines
+
+
+def remaining(elapsed: float, done: float, total: float) -> str | None:
+    """The time that the rest of `total` takes at the pace of what is `done`, as tqdm writes it; None where all or
+    nothing is."""
+    if not 0 < done < total:
+        return None
+    return str(tqdm.format_interval(elapsed * (total - done) / done))
 
 
 def _epoch(plan: Plan, step: int) -> str:

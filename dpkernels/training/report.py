@@ -42,19 +42,23 @@ def metrics(
     trained: int,
     seconds: float,
     statement: str,
+    spent: float,
+    train_accuracy: float | None = None,
 ) -> dict[str, Any]:
     """What `metrics.json` holds.
 
     epsilon is the plan's also where the run stopped early: a run that may stop on something it saw costs what it was
-    allowed to spend. epsilon_spent is that of the steps that were made. steps counts what was spent, lost_steps those
-    of them that a kill took away: `updates` is how many the model has seen. trained: numbers that were trained.
+    allowed to spend. epsilon_spent (`spent`) is that of what was released. steps counts what was spent, lost_steps
+    those of them that a kill took away: `updates` is how many the model has seen. train_accuracy, where the
+    configuration pays for it, is a noisy count. trained: numbers that were trained.
     """
     last = history[-1]
     return {
         "test_accuracy": last.test_accuracy,
         "last_iterate_accuracy": last.last_iterate_accuracy,
+        **({} if train_accuracy is None else {"train_accuracy": train_accuracy}),
         "epsilon": plan.epsilon,
-        "epsilon_spent": last.epsilon,
+        "epsilon_spent": spent,
         "delta": plan.delta,
         "private": not config.seeded,
         "noise_multiplier": plan.noise_multiplier,

@@ -75,7 +75,7 @@ class RunFolder:
         self._make()
 
     def forget_unstarted(self) -> None:
-        """Where no run began after all, leave no trace of the attempt. Only for who holds the ledger.""" ""
+        """Where no run began after all, leave no trace of the attempt. Only for who holds the ledger."""
         if self.exists:
             return
         for path in (self.ledger, self.ledger.with_name(self.ledger.name + ".lock")):

@@ -93,6 +93,45 @@ def test_costs_are_ordered():
     assert best < tuning.random_stopping(run, 1e-5, stopping_probability=0.1).upper
 
 
+def test_a_run_that_draws_what_it_costs_costs_the_dearest():
+    """The best of K mixtures of two randomised responses, whose law is exact: which one was drawn is seen."""
+    cheap, dear, mean = 0.2, 1.0, 5.0
+    one, other = [PureEpsilon(cheap)], [PureEpsilon(dear)]
+    both = tuning.best_of_random_runs(one, 1e-5, mean_runs=mean, alternatives=[other])
+    assert both.upper == tuning.best_of_random_runs(other, 1e-5, mean_runs=mean).upper
+
+    def law(sign):
+        good = [0.5 / (1 + math.exp(sign * single)) for single in (cheap, dear)]
+        bad = [0.5 - p for p in good]
+        chances = [*bad, *good]  # from the worst outcome to the best
+        below = [generating_function(mean, 1.0, sum(chances[:k])) for k in range(5)]
+        return np.diff(below)
+
+    first, second = law(1), law(-1)
+    for p, q in ((first, second), (second, first)):
+        assert np.maximum(p - math.exp(both.upper) * q, 0).sum() <= 1e-5
+
+
+def test_noise_for_the_best_of_random_runs():
+    short, long = tuning.TrainingRun(0.01, 100), tuning.TrainingRun(0.02, 1000, (Gaussian(9.0),))
+    target = {"target_epsilon": 2.0, "delta": 1e-5, "mean_runs": 4}
+    (alone,) = tuning.noise_multipliers([short], **target)
+    assert tuning.best_of_random_runs(short.events(alone), 1e-5, mean_runs=4).upper <= 2.0
+    assert tuning.best_of_random_runs(short.events(0.998 * alone), 1e-5, mean_runs=4).upper > 2.0
+    first, second, third = tuning.noise_multipliers([short, long, short], **target)
+    assert first == third >= alone * (1 - 2e-3)
+    both = tuning.best_of_random_runs(short.events(first), 1e-5, mean_runs=4, alternatives=[long.events(second)])
+    assert 2.0 * (1 - 2e-3) < both.upper <= 2.0
+    (poisson,) = tuning.noise_multipliers([short], **target, shape=math.inf)
+    assert 1.99 < tuning.best_of_random_runs(short.events(poisson), 1e-5, mean_runs=4, shape=math.inf).upper <= 2.0
+
+
+def test_the_most_runs_leave_little_out():
+    assert tuning.most_runs(mean_runs=4.0, tail=0.5) == 3  # Pr[K > 2] = 0.75^2
+    assert tuning.most_runs(mean_runs=4.0, tail=1e-6) == math.ceil(math.log(1e-6) / math.log(0.75))
+    assert tuning.most_runs(mean_runs=1.0, shape=math.inf, tail=0.5) == 1
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -102,6 +141,13 @@ def test_costs_are_ordered():
         (lambda run: tuning.best_of_random_runs(run, 0, mean_runs=2), "delta"),
         (lambda run: tuning.random_stopping(run, 1e-5, stopping_probability=0), "stopping_probability"),
         (lambda run: tuning.all_runs(run, 1e-5, runs=0), "runs"),
+        (lambda run: tuning.most_runs(mean_runs=2, tail=0), "tail"),
+        (
+            lambda run: tuning.noise_multipliers(
+                [tuning.TrainingRun(0.1, 10, tuple(run))], target_epsilon=2, delta=1e-5, mean_runs=2
+            ),
+            "target_epsilon must exceed what runs cost besides their steps",
+        ),
     ],
 )
 def test_bad_arguments(call, words):

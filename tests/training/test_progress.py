@@ -45,13 +45,18 @@ def test_a_bar_on_a_terminal(plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out == ""
 
 
-def test_a_line_an_epoch_elsewhere(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_an_epoch_elsewhere(
+    plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was resumed after two steps: two more took ten seconds, and four are left."""
+    clock = iter([100.0, 110.0, 130.0])
+    monkeypatch.setattr("dpkernels.training.progress.time.monotonic", lambda: next(clock))
     progress = default_progress()
     assert isinstance(progress, Lines)
     go_through(progress, plan)
     printed, error = capsys.readouterr()
     assert printed.splitlines() == [
-        "epoch 1  step 4/8  test accuracy 54.00%  epsilon 0.800  6.0 s",
+        "epoch 1  step 4/8  test accuracy 54.00%  epsilon 0.800  6.0 s, 00:20 left",
         "epoch 2  step 8/8  test accuracy 58.00%  epsilon 1.600  12.0 s",
     ]
     assert error == ""
