@@ -25,6 +25,7 @@ PAPER = {  # Table 3; the paper calls the third one "All"
     "classifier-norm-sparse": (73.28, 76.64, 81.57),
 }
 EPSILONS = (0.5, 1.0, 1.5)
+OTHER = {"dataset": "mnist-other"}
 
 
 def fields(pair: str, variant: str, epsilon: float) -> dict[str, Any]:
@@ -63,13 +64,12 @@ def _paper(variant: str, at: int) -> tuple[float, None] | None:
 
 
 def _rates() -> list[Row]:
-    rows = []
-    for variant in VARIANTS:
-        for lr in (0.8, 4.0) if variant == "classifier" else (0.8,):
-            for body in (0.1,) if variant == "classifier" else (0.01, 0.1, 0.5):
-                given = fields("mnist", variant, 1.5) | {"dataset": "mnist-other", "lr": lr, "lr_body": body}
-                rows.append(Row(f"{variant}-{lr:g}-{body:g}", given))
-    return rows
+    return [
+        Row(f"{variant}-{lr:g}-{body:g}", fields("mnist", variant, 1.5) | {**OTHER, "lr": lr, "lr_body": body})
+        for variant in VARIANTS
+        for lr in (0.8, 4.0)
+        for body in ((0.1,) if variant == "classifier" else (0.1, 0.5))
+    ]
 
 
 EXPERIMENTS = {
