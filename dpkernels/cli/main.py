@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from dpkernels.cli import audit, bench, doctor, planning, sweep, train, tune
+from dpkernels.cli import audit, bench, doctor, fewshot, planning, sweep, train, tune
 from dpkernels.cli.parsing import Parser
 
 BAD_INPUT = 2
@@ -63,7 +63,7 @@ def _parser() -> Parser:
         epilog="Exit codes: 0 done, 1 a failed check, 2 bad input, 130 Ctrl-C. DPKERNELS_DEBUG=1 shows tracebacks.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for module in (train, sweep, tune, planning, audit, bench, doctor):
+    for module in (train, fewshot, sweep, tune, planning, audit, bench, doctor):
         module.add_to(commands)
     return parser
 

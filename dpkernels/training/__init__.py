@@ -3,6 +3,7 @@
 from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
 from dpkernels.training.config import TrainConfig, default_delta, resolve
 from dpkernels.training.evaluation import accuracy
+from dpkernels.training.fewshot import learner
 from dpkernels.training.loop import Execution, RunResult, train
 from dpkernels.training.progress import Progress, default_progress
 from dpkernels.training.recipes import RECIPES, recipe
@@ -23,6 +24,7 @@ __all__ = [
     "default_delta",
     "default_progress",
     "grid",
+    "learner",
     "load_checkpoint",
     "recipe",
     "resolve",
