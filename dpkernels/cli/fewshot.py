@@ -17,7 +17,8 @@ from dpkernels.training.files import write_json
 from dpkernels.transfer import few_shot
 from dpkernels.transfer.fewshot import Fit
 
-_FIELDS = ("dataset", "model", "epsilon", "noise_multiplier", "delta", "lr", "lr_body", "max_grad_norm", "seed")
+_TRANSFER = ("init", "freeze", "sparse", "lr_body")
+_FIELDS = ("dataset", "model", "epsilon", "noise_multiplier", "delta", "lr", "max_grad_norm", "seed")
 
 
 def add_to(commands: Any) -> None:
@@ -52,9 +53,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print the result, and return the exit code."""
-    given = {
-        name: value for name in (*_FIELDS, "init", "freeze", "sparse") if (value := getattr(args, name)) is not None
-    }
+    given = {name: value for name in (*_TRANSFER, *_FIELDS) if (value := getattr(args, name)) is not None}
     size = args.ways * args.shots
     dataset = load_dataset(args.dataset, args.data_root)
     task = {"dataset_size": size, "batch_size": size, "epochs": args.steps, "schedule": "cosine", "optimizer": "sgd"}

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dpkernels import models
 from dpkernels.accounting import Ledger
 from dpkernels.data import PoissonLoader
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.loop import build_optimizer
+from dpkernels.training.objective import Objective
 from dpkernels.training.schedules import scheduler
 from dpkernels.training.transfer import prepare
 from dpkernels.transfer.fewshot import Fit, Predict
@@ -25,7 +25,7 @@ def learner(config: TrainConfig, input_shape: Sequence[int], ways: int) -> Fit:
 
     config: dataset_size is ways * shots, and epsilon (or the noise) is for each trial. Every trial starts from the same
     model, prepared once from init, freeze and sparse, with noise and sample of its own; with a seed, trial i has
-    seed + i. Features, normalization, averaging and other losses than cross entropy are not for such tasks.
+    seed + i. Features, normalization and averaging are not for such tasks.
 
     Raises ValueError where the configuration has one of these, and as `prepare` and the optimizers do.
     """
@@ -44,8 +44,11 @@ def learner(config: TrainConfig, input_shape: Sequence[int], ways: int) -> Fit:
         ledger = Ledger(budget=plan, seeded=config.seeded)
         optimizer = build_optimizer(replace(config, seed=seed), plan, model, ledger)
         schedule = scheduler(optimizer, config.schedule, steps=plan.steps, warmup=config.warmup)
-        for x, y in PoissonLoader((images, labels), plan, optimizer=optimizer):
-            optimizer.backward(F.cross_entropy(model(x), y, reduction="none"))
+        objective = Objective(config, model)
+        loader = PoissonLoader((images, labels), plan, optimizer=optimizer)
+        for x, y in loader:
+            objective.set_weight_decay(optimizer, loader.epoch)
+            optimizer.backward(objective(x, y, loader.epoch))
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
