@@ -30,12 +30,26 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
         help=f"hyper-parameters of a paper: {', '.join(RECIPES)}; what is given beside it wins",
     )
     parser.add_argument("--dataset", metavar="NAME", help=f"{', '.join(dataset_names())} or a folder (default digits)")
-    parser.add_argument("--model", metavar="NAME", help=", ".join(model_names()))
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(model_names())}, or simple_vgg-32x2-64x2-128x2-128: two convolutions of 32 channels, two of "
+        "64, two of 128, and 128 hidden units",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        metavar="N",
+        help="for a folder of photographs: crop and resize each to NxN when it is fetched, none kept in memory",
+    )
     parser.add_argument("--dataset-size", type=int, metavar="N", help="public number of training examples, for folders")
     parser.add_argument("--epochs", type=float, metavar="E")
     parser.add_argument("--batch-size", type=int, metavar="B", help="expected size of a logical batch")
     parser.add_argument("--lr", type=float, metavar="R", help="learning rate")
     parser.add_argument("--momentum", type=float, metavar="M", help="of sgd (default 0.9)")
+    parser.add_argument(
+        "--nesterov", action=argparse.BooleanOptionalAction, default=None, help="Nesterov's momentum (default no)"
+    )
     parser.add_argument("--weight-decay", type=float, metavar="W", help="default 0")
     parser.add_argument("--max-grad-norm", type=float, metavar="C", help="bound on each example's gradient norm")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default sgd")

@@ -59,7 +59,7 @@ def _start(args: argparse.Namespace, given: dict[str, Any], execution: Execution
     folder = RunFolder(args.out or _fresh_folder(given["dataset"]))
     folder.claim()
     try:
-        dataset = load_dataset(given["dataset"], args.data_root)
+        dataset = load_dataset(given["dataset"], args.data_root, image_size=given.get("image_size"))
         config = resolve(dataset, given)
         _announce(args, config, dataset, folder)
         plan = config.plan()
@@ -80,7 +80,7 @@ def _resume(args: argparse.Namespace, given: dict[str, Any], execution: Executio
     other = [f"{name}={value!r} (was {begun[name]!r})" for name, value in given.items() if value != begun[name]]
     if other:
         raise ValueError(f"a resumed run keeps what it began with, got {', '.join(other)}")
-    dataset = load_dataset(config.dataset, args.data_root)
+    dataset = load_dataset(config.dataset, args.data_root, image_size=config.image_size)
     progress = default_progress(args.quiet)
     _announce(args, config, dataset, folder)
     return train(config, plan, dataset, folder, resume=True, execution=execution, progress=progress)

@@ -112,7 +112,7 @@ def _begin(args: argparse.Namespace, folder: TuneFolder, given: dict[str, Any]) 
     if args.score == "train":
         fields.setdefault("score_noise_multiplier", SCORE_NOISE)
     search = Search(fields, tuple(args.draw), epsilon, args.score, args.mean_runs, args.shape, args.constant_time)
-    dataset = load_dataset(fields["dataset"], args.data_root)
+    dataset = load_dataset(fields["dataset"], args.data_root, image_size=fields.get("image_size"))
     calibrated = calibrate(search, dataset)
     start(calibrated, dataset, folder, data_root=args.data_root)
     if not args.quiet:

@@ -1,6 +1,7 @@
-"""Real data sets in memory, and Poisson sampling of logical batches."""
+"""Real data sets in memory or in image files, and Poisson sampling of logical batches."""
 
 from dpkernels.data.arrays import ArraySplit, with_features
+from dpkernels.data.files import FileSplit
 from dpkernels.data.images import ImageDataset, ImageSplit, Split
 from dpkernels.data.load import dataset_names, load_dataset
 from dpkernels.data.loader import PoissonLoader
@@ -8,6 +9,7 @@ from dpkernels.data.sampling import poisson_sample
 
 __all__ = [
     "ArraySplit",
+    "FileSplit",
     "ImageDataset",
     "ImageSplit",
     "PoissonLoader",

@@ -16,12 +16,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from dpkernels.data.cache import cached
-from dpkernels.data.raw import Bytes, Labels, RawImages, bad_file
+from dpkernels.data.raw import COLOUR_MODES, GRAY_MODES, IMAGE_EXTENSIONS, Bytes, Labels, RawImages, bad_file
 
-_EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _SPLITS = ("train", "test")
-_GRAY_MODES = {"1", "L", "LA"}
-_COLOUR_MODES = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB"}
 _LAYOUT = "train/<class>/<image> and test/<class>/<image>"
 
 
@@ -72,7 +69,7 @@ def _walk(folder: Path) -> Iterator[_Entry]:
             raise FileNotFoundError(f"{folder}: expected {_LAYOUT}, the folder {split} is missing")
         for directory in sorted(path for path in (folder / split).iterdir() if path.is_dir()):
             for file in sorted(directory.iterdir()):
-                if file.suffix.lower() in _EXTENSIONS and not file.name.startswith("."):
+                if file.suffix.lower() in IMAGE_EXTENSIONS and not file.name.startswith("."):
                     yield _Entry(split, directory.name, file.name)
 
 
@@ -86,7 +83,7 @@ def _members(path: Path) -> Iterator[tuple[_Entry, bytes]]:
                 if not member.isfile() or len(parts) != 3 or parts[0] not in _SPLITS:
                     continue
                 name = PurePosixPath(parts[2])
-                if name.suffix.lower() in _EXTENSIONS and not name.name.startswith("."):
+                if name.suffix.lower() in IMAGE_EXTENSIONS and not name.name.startswith("."):
                     file = archive.extractfile(member)
                     assert file is not None  # it is a regular file
                     yield _Entry(*parts), file.read()
@@ -101,7 +98,7 @@ def _collect(source: Path, files: Iterator[tuple[_Entry, bytes]], total: int | N
     by_split = {split: [entry for entry in entries if entry.split == split] for split in _SPLITS}
     for split in _SPLITS:
         if not by_split[split]:
-            raise bad_file(source, f"{_LAYOUT}, of the types {sorted(_EXTENSIONS)}", f"no image in {split}")
+            raise bad_file(source, f"{_LAYOUT}, of the types {sorted(IMAGE_EXTENSIONS)}", f"no image in {split}")
     classes = sorted({entry.label for entry in by_split["train"]})
     unknown = {entry.label for entry in by_split["test"]} - set(classes)
     if unknown:
@@ -137,9 +134,9 @@ def _decode(source: Path, entry: _Entry, content: bytes) -> Bytes:
     path = source / entry.split / entry.label / entry.name
     try:
         with Image.open(io.BytesIO(content)) as image:
-            if image.mode in _GRAY_MODES:
+            if image.mode in GRAY_MODES:
                 return np.asarray(image.convert("L"))
-            if image.mode in _COLOUR_MODES:
+            if image.mode in COLOUR_MODES:
                 return np.asarray(image.convert("RGB"))
             mode = image.mode
     except Exception as error:  # decoders raise nearly anything on a damaged file

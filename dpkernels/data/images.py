@@ -83,12 +83,17 @@ class ImageSplit(Dataset[tuple[Tensor, int]]):
             yield self._scaled(images), labels
 
     def _scaled(self, images: Tensor) -> Tensor:
-        low, high = self.value_range
-        scaled = images.to(torch.float32).div_(self.largest)
-        return scaled if (low, high) == (0.0, 1.0) else scaled.mul_(high - low).add_(low)
+        return scaled(images, self.largest, self.value_range)
 
     def __repr__(self) -> str:
         return f"ImageSplit({len(self)} images {tuple(self.images.shape[1:])}, value_range={self.value_range})"
+
+
+def scaled(images: Tensor, largest: int, value_range: tuple[float, float]) -> Tensor:
+    """uint8 images as float32, with 0 and `largest` at the ends of `value_range`."""
+    low, high = value_range
+    unit = images.to(torch.float32).div_(largest)
+    return unit if (low, high) == (0.0, 1.0) else unit.mul_(high - low).add_(low)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +128,12 @@ class ImageDataset:
     def scaled(self, low: float, high: float) -> ImageDataset:
         """The same images with pixels scaled to another range. Raises TypeError where they are features already."""
 
-        def scaled(name: str, split: Split) -> ImageSplit:
+        def rescaled(name: str, split: Split) -> ImageSplit:
             if not isinstance(split, ImageSplit):
                 raise TypeError(f"{name} must be images, got {type(split).__name__}")
             return replace(split, value_range=(low, high))
 
-        return replace(self, train=scaled("train", self.train), test=scaled("test", self.test))
+        return replace(self, train=rescaled("train", self.train), test=rescaled("test", self.test))
 
     def __repr__(self) -> str:
         return f"ImageDataset({self.name!r}, {self.num_classes} classes, train={self.train!r}, test={self.test!r})"

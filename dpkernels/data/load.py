@@ -15,6 +15,7 @@ import torch
 from dpkernels.data.arrays import read_arrays
 from dpkernels.data.cifar import CIFAR10_CLASSES, FOLDER, read_cifar10_folder, read_cifar10_tar
 from dpkernels.data.digits import read_digits
+from dpkernels.data.files import read_photographs
 from dpkernels.data.folders import read_image_folder, read_image_tar
 from dpkernels.data.idx import find_idx, read_idx_folder
 from dpkernels.data.images import ImageDataset, ImageSplit
@@ -82,8 +83,9 @@ def load_dataset(
     value_range: tuple[float, float] = (-1.0, 1.0),
     num_classes: int | None = None,
     download: bool = False,
+    image_size: int | None = None,
 ) -> ImageDataset:
-    """A labelled image data set in memory.
+    """A labelled image data set, in memory unless `image_size` is given.
 
     name_or_folder: "digits" (comes with scikit-learn), "mnist", "fashion-mnist" or "cifar10" (case, hyphens and
     underscores do not matter), "torchvision:CLASS" (any labelled image data set of torchvision with a train and a test
@@ -94,6 +96,9 @@ def load_dataset(
     value_range: what pixels are scaled to, a fixed range: constants taken from private data would have to be paid for.
         Centred on zero by default, where networks with tanh learn faster.
     num_classes: the number of classes of a folder with IDX files, 10 unless given. download: let torchvision download.
+    image_size: for a folder of images by class that may have any size and be more than memory holds (ImageNet): each
+        is cropped and resized to so many pixels a side, in colour, when it is fetched (`FileSplit`); the test split may
+        be called val.
 
     Raises FileNotFoundError that says where it looked and what to put there, and ValueError that names the file, what
     was expected and what came, for anything unreadable.
@@ -102,6 +107,8 @@ def load_dataset(
     if not isinstance(name_or_folder, (str, os.PathLike)):
         raise TypeError(f"name_or_folder must be a string or a path, got {type(name_or_folder).__name__}")
     text = os.fspath(name_or_folder)
+    if image_size is not None:
+        return _load_photographs(text, image_size, value_range)
     if isinstance(name_or_folder, str):
         name = text.strip().lower().replace("_", "-")
         name = _ALIASES.get(name, name)
@@ -125,6 +132,14 @@ def load_dataset(
     if raw_or_none is None:
         raise FileNotFoundError(f"{path}: expected {_IDX_HINT}, or {_CIFAR_HINT}, got none of them")
     return _finish(path.resolve().name, raw_or_none, value_range)
+
+
+def _load_photographs(text: str, image_size: int, value_range: tuple[float, float]) -> ImageDataset:
+    if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
+        raise ValueError(f"image_size must be a positive number of pixels, got {image_size!r}")
+    if not Path(text).is_dir():
+        raise FileNotFoundError(f"name_or_folder must be a folder of images where image_size is given, got {text!r}")
+    return read_photographs(Path(text), image_size, value_range)
 
 
 def _root(root: str | os.PathLike[str] | None) -> Path:

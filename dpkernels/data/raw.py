@@ -11,6 +11,11 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
+IMAGE_EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+GRAY_MODES = {"1", "L", "LA"}  # of Pillow, with 8 bits a channel at most
+COLOUR_MODES = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB"}
+EIGHT_BIT_MODES = GRAY_MODES | COLOUR_MODES
+
 
 @dataclass(frozen=True, eq=False)
 class RawImages:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from dpkernels.data.arrays import ArraySplit
+from dpkernels.data.files import FileSplit
 from dpkernels.data.images import ImageSplit
 
 Collate = Callable[[list[Any]], Any]
@@ -27,7 +28,7 @@ def fetcher(dataset: Any, collate_fn: Collate | None) -> Fetcher:
             f"got {type(dataset).__name__}"
         )
     if collate_fn is None:
-        if isinstance(dataset, (ImageSplit, ArraySplit)):
+        if isinstance(dataset, (ImageSplit, ArraySplit, FileSplit)):
             return _checked(Fetcher(dataset.batch, len(dataset)))
         if isinstance(dataset, Tensor):
             return _checked(Fetcher(_Select((dataset,), alone=True), len(dataset)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -45,6 +46,21 @@ def _cifar_resnet(depth: int) -> _Builder:
     return builder
 
 
+_VGG = re.compile(r"simple_vgg((?:_\d+x\d+)+)_(\d+)")
+
+
+def _vgg(name: str) -> _Builder | None:
+    """simple_vgg of the widths and depths in its name: "simple_vgg_32x2_64x2_128x2_128" is what Kurakin et al. 2022,
+    appendix H, write as simpleVGG-32(2)-64(2)-128(2)-128, where each block has two convolutions."""
+    sizes = _VGG.fullmatch(name)
+    if sizes is None:
+        return None
+    blocks = [tuple(map(int, block.split("x"))) for block in sizes[1].split("_")[1:]]
+    channels, depths = zip(*blocks, strict=True)
+    hidden = int(sizes[2])
+    return lambda shape, classes: simple_vgg(channels, depths, hidden, num_classes=classes, input_shape=shape)
+
+
 _MODELS: dict[str, _Builder] = {
     "linear": linear,
     "mnist_cnn": _exactly((1, 28, 28), mnist_cnn),
@@ -61,19 +77,25 @@ _MODELS: dict[str, _Builder] = {
 
 
 def names() -> list[str]:
-    """The names that `create` knows."""
+    """The names that `create` knows, beside those of `simple_vgg` with widths and depths."""
     return list(_MODELS)
 
 
 def create(name: str, input_shape: Sequence[int], num_classes: int) -> nn.Module:
     """The model called `name` for examples of `input_shape` (channels, height, width) and `num_classes` classes.
 
-    Hyphens and underscores are the same, and case does not matter: "mnist-cnn" is "mnist_cnn". Raises ValueError for an
-    unknown name, and where the model does not fit the shape.
+    Hyphens and underscores are the same, and case does not matter: "mnist-cnn" is "mnist_cnn". "simple_vgg" has three
+    blocks of two convolutions with 32, 64 and 128 channels, and 128 hidden units; "simple_vgg-16x1-32x3-64" has a block
+    of one convolution with 16 channels, one of three with 32, and 64 hidden units. Raises ValueError for an unknown
+    name, and where the model does not fit the shape.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
-    builder = _MODELS.get(name.strip().lower().replace("-", "_"))
+    plain = name.strip().lower().replace("-", "_")
+    builder = _MODELS.get(plain) or _vgg(plain)
     if builder is None:
-        raise ValueError(f"name must be one of {', '.join(_MODELS)}, got {name!r}")
+        raise ValueError(
+            f"name must be one of {', '.join(_MODELS)}, or a simple_vgg with widths, depths and hidden units such as "
+            f"simple_vgg-32x2-64x2-128x2-128, got {name!r}"
+        )
     return builder(check_shape("input_shape", input_shape), check_count("num_classes", num_classes))

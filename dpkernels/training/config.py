@@ -54,9 +54,14 @@ class TrainConfig:
     noise_multiplier: float | None
     lr: float
     max_grad_norm: float
+    image_size: int | None = None
+    """Photographs in a folder are cropped and resized to so many pixels a side when they are fetched; None where all
+    have one size and fit into memory."""
     optimizer: str = "sgd"
     momentum: float = 0.9
     """Of SGD; 0 for the other optimizers."""
+    nesterov: bool = False
+    """Whether SGD's momentum is Nesterov's."""
     weight_decay: float = 0.0
     schedule: str = "constant"
     warmup: float = 0.0
@@ -122,6 +127,8 @@ class TrainConfig:
                 raise ValueError(
                     f"loss must not be losing-less-weights with another weight decay or other groups, got {given}"
                 )
+        if self.nesterov and not self.momentum:
+            raise ValueError(f"nesterov must be false without momentum, got true with momentum={self.momentum}")
         for name, kind in (("groups", "group"), ("norm_noise_multiplier", "private")):
             if (getattr(self, name) is not None) != (self.normalization == kind):
                 raise ValueError(
@@ -135,6 +142,8 @@ class TrainConfig:
                 f"sparse must be given with init only, got {self.sparse!r} without: the largest weights are those of a "
                 "public model"
             )
+        if self.image_size is not None and self.features != "none":
+            raise ValueError(f"image_size must not be given with features, got {self.image_size}")
 
     @property
     def seeded(self) -> bool:
@@ -278,7 +287,7 @@ def check_values(values: Mapping[str, Any]) -> None:
         if name not in _CHECKS:
             raise ValueError(f"{name} is not a field of a training configuration; those are {', '.join(_CHECKS)}")
         wanted, kinds, fits = _CHECKS[name]
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        if isinstance(value, bool) != (kinds == _TRUTH) or not isinstance(value, kinds):
             raise TypeError(f"{name} must be {wanted}, got {value!r} of type {type(value).__name__}")
         if not fits(value):
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
@@ -290,10 +299,10 @@ def parse_value(name: str, text: str) -> str | int | float:
     if name not in _CHECKS:
         raise ValueError(f"{name} is not a field of a training configuration; those are {', '.join(_CHECKS)}")
     wanted, kinds, _ = _CHECKS[name]
-    kind = str if kinds == (str,) else int if kinds == (int,) else float
+    kind: Callable[[str], Any] = {(str,): str, (int,): int, _TRUTH: _TRUTHS.__getitem__}.get(kinds, float)
     try:
-        value = kind(text.strip())
-    except ValueError:
+        value: str | int | float = kind(text.strip())
+    except (ValueError, KeyError):
         raise ValueError(f"{name} must be {wanted}, got {text!r}") from None
     check_values({name: value})
     return value
@@ -301,6 +310,8 @@ def parse_value(name: str, text: str) -> str | int | float:
 
 _Check = tuple[str, tuple[type, ...], Callable[[Any], bool]]
 _NUMBER = (int, float)
+_TRUTH = (bool,)
+_TRUTHS = {"true": True, "false": False}
 _POSITIVE: _Check = ("a finite number > 0", _NUMBER, lambda value: 0 < value < math.inf)
 _COUNT: _Check = ("a positive integer", (int,), lambda value: value >= 1)
 _NAME: _Check = ("a name", (str,), lambda value: bool(value.strip()))
@@ -312,7 +323,7 @@ def _one_of(names: tuple[str, ...]) -> _Check:
 
 _TRANSFER = {"init", "freeze", "sparse", "lr_body"}
 _NOISE = {"epsilon", "noise_multiplier", "norm_noise_multiplier", "score_noise_multiplier"}
-_OPTIONAL = {"averaging", "groups", "seed", *_NOISE, *_TRANSFER, *LOSSES["losing-less"]}
+_OPTIONAL = {"averaging", "groups", "image_size", "seed", *_NOISE, *_TRANSFER, *LOSSES["losing-less"]}
 _CHECKS: dict[str, _Check] = {
     "dataset": _NAME,
     "model": _NAME,
@@ -324,8 +335,10 @@ _CHECKS: dict[str, _Check] = {
     "noise_multiplier": _POSITIVE,
     "lr": _POSITIVE,
     "max_grad_norm": ("a number from 1e-10 to 1e10", _NUMBER, lambda value: 1e-10 <= value <= 1e10),
+    "image_size": _COUNT,
     "optimizer": _one_of(OPTIMIZERS),
     "momentum": ("a number with 0 <= momentum < 1", _NUMBER, lambda value: 0 <= value < 1),
+    "nesterov": ("true or false", _TRUTH, lambda value: True),
     "weight_decay": ("a finite number >= 0", _NUMBER, lambda value: 0 <= value < math.inf),
     "schedule": _one_of(SCHEDULES),
     "warmup": ("a fraction with 0 <= warmup < 1", _NUMBER, lambda value: 0 <= value < 1),

@@ -398,7 +398,7 @@ def build_optimizer(config: TrainConfig, plan: Plan, model: nn.Module, ledger: L
         "seed": config.seed,
     }
     if config.optimizer == "sgd":
-        return DPSGD(model, plan, momentum=config.momentum, **shared)
+        return DPSGD(model, plan, momentum=config.momentum, nesterov=config.nesterov, **shared)
     kind: Callable[..., PrivateOptimizer] = {"adam": DPAdam, "adamw": DPAdamW}[config.optimizer]
     return kind(model, plan, **shared)
 

@@ -6,10 +6,16 @@ statistics in units of public ones (`dpkernels.features.PrivateDataNorm`).
 
 shamsabadi2023: Shamsabadi & Papernot 2023, Table 5: the CNNs of tramer2021 with the loss Losing Less. The noise is the
 paper's, not an epsilon.
+
+kurakin2022: Kurakin et al. 2022. "imagenet-places365" is section 3.6, for a ResNet-18 that was trained on Places365
+(given with --init), three of whose block groups are frozen; "imagenet-full-batch" is the last column of Table 9, from
+scratch. "cifar10-simplevgg" is appendix H, where the paper tunes the learning rate and does not print it: 0.1 with the
+clipping norm 1 is what 1.0 is with 0.1, the default for CIFAR-10 (along good values lr * C is constant, appendix D).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from dpkernels.training.config import NORM_NOISE
@@ -72,6 +78,19 @@ _TABLE_13: dict[str, dict[str, Any]] = {
     ),
 }
 
+_IMAGENET: dict[str, Any] = {
+    "dataset_size": 1_281_167,
+    "image_size": 224,
+    "model": "resnet18",
+    "delta": 1e-6,
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 1e-4,
+    "max_grad_norm": 1.0,
+    "schedule": "cosine",
+}
+
 RECIPES: dict[str, dict[str, Any]] = {
     **_TABLE_13,
     # (noise multiplier, threshold epoch, beta, gamma)
@@ -88,6 +107,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     # The data set is a folder of features that the user brings.
     "tramer2021-transfer-resnext": _recipe(2048, 2, 40, epsilon=2.0, model="linear"),
     "tramer2021-transfer-simclr": _recipe(1024, 2, 40, epsilon=2.0, model="linear"),
+    # The data set is a folder of ImageNet's images.
+    "kurakin2022-imagenet-places365": {
+        **_IMAGENET,
+        **{"batch_size": 64 * 1024, "epochs": 70.0, "lr": 7.68, "warmup": 1 / 70, "epsilon": 10.0, "freeze": "3"},
+    },
+    "kurakin2022-imagenet-full-batch": {
+        **_IMAGENET,
+        **{"batch_size": 1024 * 1024, "epochs": 640.0, "lr": 16.0, "warmup": 0.1},
+        "noise_multiplier": round(0.001 * math.sqrt(8) * 1024, 4),
+    },
+    "kurakin2022-cifar10-simplevgg": {
+        "dataset": "cifar10",
+        "model": "simple_vgg",
+        **{"batch_size": 500, "epochs": 100.0, "lr": 0.1, "momentum": 0.9, "max_grad_norm": 1.0},
+        **{"noise_multiplier": 1.5, "delta": 1e-5},
+    },
 }
 
 

@@ -107,13 +107,13 @@ def _lay_down(
     """Folders with a configuration for all `points`; every one is checked before the first is made."""
     if len({point.name for point in points}) < len(points):
         raise ValueError(f"points must have names of their own, got {[point.name for point in points]}")
-    data: dict[str, ImageDataset] = {}
+    data: dict[tuple[str, int | None], ImageDataset] = {}
     configs: list[TrainConfig] = []
     for point in points:
-        name = point.fields["dataset"]
-        if name not in data:
-            data[name] = load_dataset(name, data_root)
-        configs.append(resolve(data[name], point.fields))
+        name, size = key = point.fields["dataset"], point.fields.get("image_size")
+        if key not in data:
+            data[key] = load_dataset(name, data_root, image_size=size)
+        configs.append(resolve(data[key], point.fields))
     jobs: dict[str, Job] = {}
     fresh: list[RunFolder] = []
     plans: dict[tuple[object, ...], Plan] = {}

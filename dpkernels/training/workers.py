@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -225,7 +225,7 @@ def main() -> None:
     """The life of a worker process: ``-c "from dpkernels.training.workers import main; main()" FILE_DESCRIPTOR``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when to stop
     connection = Connection(int(sys.argv[1]))
-    data: dict[tuple[str, Path | None], ImageDataset] = {}
+    data: dict[Hashable, ImageDataset] = {}
     while True:
         try:
             job: Job = connection.recv()
@@ -238,14 +238,15 @@ def main() -> None:
             return
 
 
-def _outcome(job: Job, data: dict[tuple[str, Path | None], ImageDataset], connection: Connection) -> Outcome:
-    folder, key = RunFolder(job.folder), (job.config.dataset, job.data_root)
+def _outcome(job: Job, data: dict[Hashable, ImageDataset], connection: Connection) -> Outcome:
+    folder, config = RunFolder(job.folder), job.config
+    key = (config.dataset, job.data_root, config.image_size)
     try:
         folder.reclaim()
         if key not in data:
-            data[key] = load_dataset(*key)
+            data[key] = load_dataset(config.dataset, job.data_root, image_size=config.image_size)
         progress = _Told(connection)
-        result = train(job.config, job.plan, data[key], folder, resume=True, execution=job.execution, progress=progress)
+        result = train(config, job.plan, data[key], folder, resume=True, execution=job.execution, progress=progress)
     except Exception as error:
         return Outcome(failure=" ".join(str(error).split()) or type(error).__name__)
     return Outcome(result.metrics)

@@ -148,6 +148,29 @@ def test_a_folder_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "linear on pictures" in capsys.readouterr().out
 
 
+def test_photographs_of_any_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a resume reads them so, and Nesterov's momentum reaches the optimizer."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for label in ("dark", "light"):
+            (tmp_path / "shots" / split / label).mkdir(parents=True)
+            for index in range(8):
+                pixels = torch.randint(0, 100, (9 + index, 20 - index), generator=generator, dtype=torch.uint8)
+                picture = Image.fromarray((pixels + 150 * (label == "light")).numpy())
+                picture.save(tmp_path / "shots" / split / label / f"{index}.jpg")
+    base = ["train", "--dataset", str(tmp_path / "shots"), "--dataset-size", "16", "--batch-size", "8", "--epochs", "1"]
+    base += ["--image-size", "6", "--physical-batch-size", "3", "--delta", "0.01", "--nesterov"]
+    assert main([*base, "--out", str(tmp_path / "a")]) == 0
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["config"]["image_size"] == 6
+    groups = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["nesterov"] for group in groups] == [True]
+    capsys.readouterr()
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 0
+    assert "linear on shots" in capsys.readouterr().out
+
+
 def test_a_delta_that_protects_nobody_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SHORT, "--delta", "0.01", "--out", str(tmp_path / "run")]) == 0
     error = capsys.readouterr().err

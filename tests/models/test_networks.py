@@ -152,6 +152,13 @@ def test_create_by_name(name: str, shape: tuple[int, ...]) -> None:
     assert models.create(name, shape, 6)(torch.randn(1, *shape)).shape == (1, 6)
 
 
+def test_create_simple_vgg_of_other_sizes() -> None:
+    named = models.create("simple_vgg-16x1-32x3-64", (1, 20, 20), 7)
+    built = models.simple_vgg((16, 32), (1, 3), 64, num_classes=7, input_shape=(1, 20, 20))
+    assert repr(named) == repr(built)
+    assert repr(models.create("Simple-VGG-32x2-64x2-128x2-128", (3, 32, 32), 10)) == repr(models.cifar10_cnn())
+
+
 def test_linear_standardizes_each_example_by_itself() -> None:
     model = models.linear((1, 8, 8), 3)
     nn.init.normal_(model[-1].weight)
@@ -172,6 +179,8 @@ def test_create_chooses_the_stem_by_the_image_size() -> None:
     ("call", "error", "words"),
     [
         (lambda: models.create("vgg99", (3, 32, 32), 10), ValueError, "name must be one of linear, mnist_cnn"),
+        (lambda: models.create("simple_vgg-32x2", (3, 32, 32), 10), ValueError, "widths, depths and hidden units"),
+        (lambda: models.create("simple_vgg-0x2-9", (3, 32, 32), 10), ValueError, r"channels\[0\] must be at least 1"),
         (lambda: models.create("mnist_cnn", (1, 8, 8), 10), ValueError, r"must be \(1, 28, 28\).*got \(1, 8, 8\)"),
         (lambda: models.create("linear", (1, 8, 8), 0), ValueError, "num_classes must be at least 1, got 0"),
         (lambda: models.create("resnet18", (32, 32), 10), ValueError, "input_shape must have 3 dimensions"),

@@ -95,6 +95,8 @@ def test_round_trip_through_json() -> None:
         ("loss_gamma", -1.0, ">= 0"),
         ("model", " ", "a name"),
         ("seed", 1.5, "an integer"),
+        ("nesterov", 1, "true or false"),
+        ("image_size", 0, "positive integer"),
     ],
 )
 def test_errors_name_the_field_what_was_expected_and_what_came(field: str, value: Any, expected: str) -> None:
@@ -120,5 +122,9 @@ def test_contradictions() -> None:
             ValueError, match="loss must not be losing-less-weights with another weight decay or other groups"
         ):
             resolve(mnist, {"dataset": "mnist", "loss": "losing-less-weights", **decay})
+    with pytest.raises(ValueError, match=r"nesterov must be false without momentum, got true with momentum=0"):
+        resolve(mnist, {"dataset": "mnist", "momentum": 0, "nesterov": True})
+    with pytest.raises(ValueError, match="image_size must not be given with features, got 28"):
+        resolve(mnist, {"dataset": "mnist", "features": "scatternet", "image_size": 28})
     with pytest.raises(ValueError, match="is not a field"):
         resolve(mnist, {"dataset": "mnist", "learning_rate": 1.0})

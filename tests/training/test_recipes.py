@@ -24,7 +24,7 @@ def like(name: str) -> ImageDataset:
     return ImageDataset(name, tuple("0123456789"), split, split, 50_000 if name == "cifar10" else 60_000)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "transfer" not in name])
+@pytest.mark.parametrize("name", [n for n in RECIPES if "transfer" not in n and not n.startswith("kurakin2022")])
 def test_every_recipe_is_a_configuration_whose_model_fits(name: str) -> None:
     values = recipe(name)
     config = resolve(like(values["dataset"]), values)
@@ -76,6 +76,26 @@ def test_table_17() -> None:
     values = recipe("tramer2021-transfer-resnext")
     assert (values["batch_size"], values["lr"], values["epochs"], values["epsilon"]) == (2048, 8.0, 40, 2.0)
     assert recipe("tramer2021-transfer-simclr")["lr"] == 4.0
+
+
+def photographs() -> ImageDataset:
+    split = ImageSplit(torch.zeros(2, 3, 80, 80, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    return ImageDataset("imagenet", tuple("0123456789"), split, split)
+
+
+def test_the_recipes_of_kurakin_et_al() -> None:
+    best = resolve(photographs(), recipe("kurakin2022-imagenet-places365") | {"dataset": "imagenet"})
+    assert (best.batch_size, best.epochs, best.lr, best.epsilon, best.delta) == (65_536, 70, 7.68, 10, 1e-6)
+    assert (best.momentum, best.nesterov, best.weight_decay, best.max_grad_norm) == (0.9, True, 1e-4, 1.0)
+    assert best.freeze == "3"
+    assert (best.schedule, best.warmup * best.epochs) == ("cosine", pytest.approx(1))
+    full = resolve(photographs(), recipe("kurakin2022-imagenet-full-batch") | {"dataset": "imagenet"})
+    with pytest.warns(UserWarning, match="delta=1e-06 is not below 1/dataset_size=7.8"):
+        plan = full.plan()
+    assert plan.steps == 782
+    assert 65 < plan.epsilon < 72.3  # what the paper prints
+    vgg = resolve(like("cifar10"), recipe("kurakin2022-cifar10-simplevgg"))
+    assert (vgg.model, vgg.batch_size, vgg.epochs, vgg.noise_multiplier) == ("simple_vgg", 500, 100, 1.5)
 
 
 def test_an_unknown_recipe() -> None:
