@@ -25,7 +25,7 @@ STUDY = {
 }
 NETWORKS = tuple(dict.fromkeys(network for networks in STUDY.values() for network in networks))
 RATES = {QUIET: (0.5, 1.0, 2.0), 3.5: (0.1, 0.25, 0.5), 1.5: (0.1, 0.25, 0.5)}
-BEST = {QUIET: 1.0, 3.5: 0.25, 1.5: 0.25}
+BEST = {QUIET: 1.0, 3.5: 0.25, 1.5: 0.5}
 """Of RATES, by the experiment "rates"."""
 
 
