@@ -299,7 +299,8 @@ def parse_value(name: str, text: str) -> str | int | float:
     if name not in _CHECKS:
         raise ValueError(f"{name} is not a field of a training configuration; those are {', '.join(_CHECKS)}")
     wanted, kinds, _ = _CHECKS[name]
-    kind: Callable[[str], Any] = {(str,): str, (int,): int, _TRUTH: _TRUTHS.__getitem__}.get(kinds, float)
+    known: dict[tuple[type, ...], Callable[[str], Any]] = {(str,): str, (int,): int, _TRUTH: _TRUTHS.__getitem__}
+    kind = known.get(kinds, float)
     try:
         value: str | int | float = kind(text.strip())
     except (ValueError, KeyError):
