@@ -12,6 +12,7 @@ using Tensors = std::vector<Tensor>;
 // columns [out_width, W >> r], in one dtype.
 Tensor scatter(const Tensor& images, const Tensors& wavelets, const Tensors& rows, const Tensors& columns,
                const Tensor& row_source, const Tensor& column_source, int64_t angles) {
+  const OnDevice device(images);
   const ScalarType type = images.scalar_type();
   check_input(images, "images", 3, type);
   check_input(row_source, "row_source", 1, ScalarType::Long);
@@ -25,7 +26,9 @@ Tensor scatter(const Tensor& images, const Tensors& wavelets, const Tensors& row
   STD_TORCH_CHECK(
       height >= 1 && width >= 1 && height % (int64_t{1} << scales) == 0 && width % (int64_t{1} << scales) == 0,
       "padded sizes must be multiples of 2^scales, got ", height, " and ", width);
-  STD_TORCH_CHECK(out_height >= 1 && out_width >= 1, "features must not be empty");
+  STD_TORCH_CHECK(1 <= out_height && out_height <= height >> scales && 1 <= out_width && out_width <= width >> scales,
+                  "features must be neither empty nor larger than the subsampled image, got ", out_height, " x ",
+                  out_width);
   for (int64_t r = 0; r < scales; ++r) {
     check_input(wavelets[r], "wavelets", 3, type);
     check_input(rows[r], "rows", 2, type);
@@ -36,43 +39,55 @@ Tensor scatter(const Tensor& images, const Tensors& wavelets, const Tensors& row
     check_size(rows[r].size(0) == out_height && rows[r].size(1) == height >> r, "rows");
     check_size(columns[r].size(0) == out_width && columns[r].size(1) == width >> r, "columns");
   }
+#if !defined(USE_CUDA)  // the device's kernel looks at them itself
   const auto within = [](const Tensor& source, int64_t size) {
     const int64_t* at = data<int64_t>(source);
     return std::all_of(at, at + source.size(0), [&](int64_t i) { return 0 <= i && i < size; });
   };
   STD_TORCH_CHECK(within(row_source, images.size(1)) && within(column_source, images.size(2)),
                   "row_source and column_source must lie within the images");
+#endif
 
   const int64_t channels = scatter_channels(scales, angles);
   const int64_t sizes[] = {planes, channels, out_height, out_width};
   Tensor features = torch::stable::new_empty(images, torch::headeronly::IntHeaderOnlyArrayRef(sizes, 4));
-  for_dtype(images, [&](auto zero) {
+  const auto transform = [&](auto zero) {
     using T = decltype(zero);
-    std::vector<const T*> pointers[3];
+    ScatterParams<T> params{};
+    params.images = data<T>(images);
     for (int64_t r = 0; r < scales; ++r) {
-      pointers[0].push_back(data<T>(wavelets[r]));
-      pointers[1].push_back(data<T>(rows[r]));
-      pointers[2].push_back(data<T>(columns[r]));
+      params.wavelets[r] = data<T>(wavelets[r]);
+      params.rows[r] = data<T>(rows[r]);
+      params.columns[r] = data<T>(columns[r]);
     }
-    const ScatterParams<T> params{data<T>(images),
-                                  pointers[0].data(),
-                                  pointers[1].data(),
-                                  pointers[2].data(),
-                                  data<int64_t>(row_source),
-                                  data<int64_t>(column_source),
-                                  mutable_data<T>(features),
-                                  planes,
-                                  images.size(1),
-                                  images.size(2),
-                                  height,
-                                  width,
-                                  out_height,
-                                  out_width,
-                                  scales,
-                                  angles};
-    parallel((planes + kScatterGroup - 1) / kScatterGroup, kScatterGroup * channels * height * width,
-             [&](int64_t begin, int64_t end) { scatter_cpu(params, begin, end); });
-  });
+    params.row_source = data<int64_t>(row_source);
+    params.column_source = data<int64_t>(column_source);
+    params.features = mutable_data<T>(features);
+    params.planes = planes;
+    params.height = images.size(1);
+    params.width = images.size(2);
+    params.padded_height = height;
+    params.padded_width = width;
+    params.out_height = out_height;
+    params.out_width = out_width;
+    params.scales = scales;
+    params.angles = angles;
+    run((planes + kScatterGroup - 1) / kScatterGroup, kScatterGroup * channels * height * width,
+        [&](auto begin, auto end) { scatter_cpu(params, begin, end); },
+        [&](auto stream) {
+          const int64_t bytes = scatter_shared_bytes(params);
+          STD_TORCH_CHECK(bytes <= kScatterSharedBytes, "images must be small enough for a plane of them to take ",
+                          kScatterSharedBytes, " bytes of shared memory on CUDA; padded to ", height, " x ", width,
+                          " one takes ", bytes, ". The CPU takes any size");
+          scatter_cuda(params, stream);
+        });
+  };
+  if (type == ScalarType::Float) {
+    transform(float{});
+  } else {
+    STD_TORCH_CHECK(type == ScalarType::Double, "dtype must be float32 or float64");
+    transform(double{});
+  }
   return features;
 }
 

@@ -81,6 +81,10 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
+inline double cospi(double x) { return std::cos(x * 3.14159265358979323846); }
+inline double sinpi(double x) { return std::sin(x * 3.14159265358979323846); }
 
+using std::fma;  // of floats too: C knows it of doubles alone
 using std::max;
 using std::min;
+using std::sqrt;

@@ -24,7 +24,8 @@ class ScatterNet(nn.Module):
     has features (81, 7, 7) and an image (3, 32, 32) features (243, 8, 8).
 
     It has no parameters and no state, depends on each example alone, so that it costs no privacy, and gives the same
-    bits for any number of threads and any batch. In a model it takes augmented images; no gradient flows through it.
+    bits for any number of threads and any batch. In a model it takes augmented images; it has no backward, and refuses
+    images that require a gradient where one is recorded.
 
     shape: (channels, height, width) of one image; height and width at least 2^J. J: scales, 1 or more. L: angles.
     Raises TypeError or ValueError that names the argument.
@@ -47,17 +48,19 @@ class ScatterNet(nn.Module):
         channels, height, width = self.filters.feature_shape
         return self.shape[0] * channels, height, width
 
-    @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Features [batch, *feature_shape] of images [batch, *shape], float32 or float64.
 
-        Raises TypeError or ValueError for another kind or shape of images.
+        Raises TypeError or ValueError for another kind or shape of images, and ValueError for images that require a
+        gradient: detach() them, or call it under torch.no_grad().
         """
         if not isinstance(images, Tensor) or not images.is_floating_point():
             got = images.dtype if isinstance(images, Tensor) else type(images).__name__
             raise TypeError(f"images must be a floating-point tensor, got {got}")
         if images.dim() != 4 or tuple(images.shape[1:]) != self.shape:
             raise ValueError(f"images must be [batch, {', '.join(map(str, self.shape))}], got {tuple(images.shape)}")
+        if images.requires_grad and torch.is_grad_enabled():
+            raise ValueError("images must not require a gradient: ScatterNet has no backward; detach() them first")
         planes = images.reshape(-1, *self.shape[1:])
         return scatter(planes, self.filters).view(len(images), *self.feature_shape)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpkernels import _native  # noqa: F401  (loads the operators)
-from dpkernels.ops._checks import require_tensor, widen
+from dpkernels.ops._checks import require_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +35,9 @@ class Filters:
     angles: int
     wavelets: tuple[Tensor, ...]
     lowpass: tuple[Tensor, ...]
-    _operands: dict[torch.dtype, tuple[list[Tensor], list[Tensor], list[Tensor]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _operands: dict[
+        tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor]
+    ] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.wavelets) != len(self.lowpass) or not self.lowpass:
@@ -64,6 +65,10 @@ class Filters:
             if (torch.outer(rows, columns) - low).abs().max() > 1e-6 * low.abs().max():
                 raise ValueError("lowpass must be a product of a function of rows and one of columns")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files hold no operands, which may lie on a device."""
+        return self.__dict__ | {"_operands": {}}
+
     @property
     def scales(self) -> int:
         """J"""
@@ -90,17 +95,23 @@ class Filters:
         height, width = (_reflected(size, padded) for size, padded in zip(self.shape, self.padded_shape, strict=True))
         return height, width
 
-    def operands(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Wavelets, and for each resolution the low pass as two matrices, in the operator's form."""
-        if dtype not in self._operands:
+    def operands(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor]:
+        """What the operator takes after the images, in its form: wavelets; for each resolution the low pass as two
+        matrices; `sources`. Computed once for each dtype and device."""
+        key = dtype, torch.device(device)
+        if key not in self._operands:
             _, height, width = self.feature_shape
             pairs = [factors(low) for low in self.lowpass]
             rows = [smoothing(pair[0], height, self.scales - r) for r, pair in enumerate(pairs)]
             columns = [smoothing(pair[1], width, self.scales - r) for r, pair in enumerate(pairs)]
-            self._operands[dtype] = tuple(  # type: ignore[assignment]
-                [t.to(dtype).contiguous() for t in ts] for ts in (self.wavelets, rows, columns)
+            waves, rows, columns = (
+                [t.to(device, dtype).contiguous() for t in ts] for ts in (self.wavelets, rows, columns)
             )
-        return self._operands[dtype]
+            row_source, column_source = (t.to(device) for t in self.sources)
+            self._operands[key] = waves, rows, columns, row_source, column_source
+        return self._operands[key]
 
 
 def factors(lowpass: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,14 +150,18 @@ def scatter(images: Tensor, filters: Filters) -> Tensor:
 
     Raises:
         ValueError, TypeError: shapes or types do not fit, or ``images`` needs a gradient, which this operator has not.
+        RuntimeError: on CUDA, where a plane's work does not fit into a block's shared memory (images of more than about
+            64 x 64 pixels).
     """
     require_tensor(images, "images", "[planes, height, width]")
     if tuple(images.shape[1:]) != filters.shape:
         raise ValueError(f"images must be [planes, {filters.shape[0]}, {filters.shape[1]}], got {tuple(images.shape)}")
     if images.requires_grad and torch.is_grad_enabled():
         raise ValueError("images must not require a gradient: the scattering transform has none here")
-    (images,) = widen(images)
-    return torch.ops.dpkernels.scatter(images, *filters.operands(images.dtype), *filters.sources, filters.angles)
+    if images.dtype not in (torch.float32, torch.float64):
+        images = images.float()
+    operands = filters.operands(images.dtype, images.device)
+    return torch.ops.dpkernels.scatter(images.contiguous(), *operands, filters.angles)
 
 
 @torch.library.register_fake("dpkernels::scatter")

@@ -124,3 +124,10 @@ def test_images_that_are_refused() -> None:
         net(torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
     with pytest.raises(TypeError, match="got list"):
         net([1.0])
+    images = torch.rand(1, 1, 8, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"images must not require a gradient: ScatterNet has no backward; detach\(\)"):
+        net(images)
+    with pytest.raises(ValueError, match="images must not require a gradient"):
+        nn.Sequential(nn.Conv2d(1, 1, 1), net)(images.detach())
+    with torch.no_grad():
+        assert torch.equal(net(images), net(images.detach()))

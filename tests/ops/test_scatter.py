@@ -136,8 +136,8 @@ def test_filters_that_do_not_fit() -> None:
 
 def test_the_operator_guards_its_memory() -> None:
     planned = filters((8, 8), (16, 16), 2, 2)
-    images, sources = torch.randn(2, 8, 8), planned.sources
-    waves, rows, columns = planned.operands(torch.float32)
+    images = torch.randn(2, 8, 8)
+    waves, rows, columns, *sources = planned.operands(torch.float32)
     call = torch.ops.dpkernels.scatter
     with pytest.raises(RuntimeError):
         call(images[:, :7].contiguous(), waves, rows, columns, *sources, 2)
@@ -154,7 +154,7 @@ def test_under_a_fake_tensor() -> None:
     images = torch.randn(2, 8, 8)
     torch.library.opcheck(
         torch.ops.dpkernels.scatter.default,
-        (images, *planned.operands(torch.float32), *planned.sources, planned.angles),
+        (images, *planned.operands(torch.float32), planned.angles),
         test_utils=("test_schema", "test_faketensor"),
     )
 
