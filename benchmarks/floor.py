@@ -37,6 +37,8 @@ FLOAT, DOUBLE = 4, 8  # bytes
 WORD_OPERATIONS = (80 * 12 + 16) / 8
 #: Box and Muller in double: a logarithm, a sine and a cosine and a root for two values, about 20 multiply-adds each.
 NORMAL_OPERATIONS = 80
+#: Of a plane's scattering transform, an FMA counted as two: csrc/scatter/scatter_cpu.cpp counts them.
+SCATTER_OPERATIONS = {(28, 28): 2.5e6, (32, 32): 3.1e6}
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,30 @@ def _of_linear(module: nn.Linear, x: Shape, g: Shape) -> list[Work]:
     ]
 
 
+def of_features(shape: Shape, batch: int) -> list[Work]:
+    """Scattering features of images [channels, height, width], two scales and eight angles."""
+    channels, height, width = shape
+    features = 81 * ((height + 8) // 4 - 2) * ((width + 8) // 4 - 2)
+    filters = 16 * (height + 8) * (width + 8)  # of the padded size
+    planes = batch * channels
+    return [
+        Work(
+            "scatter",
+            bytes=FLOAT * (planes * (height * width + features) + filters),
+            single=planes * SCATTER_OPERATIONS[height, width],
+        )
+    ]
+
+
 def table(device: Device, measured: dict[str, dict[str, float]]) -> str:
     """Markdown: a row for each operator of each model, its layers together."""
     rows = [
         "| model (batch) | operator | layers | GB | TFLOP | floor, us | bound by | measured, us | measured / floor |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    for name, (workload, batch) in WORKLOADS.items():
-        works = of_model(workload, batch, device)
+    works_of = {(name, batch): of_model(workload, batch, device) for name, (workload, batch) in WORKLOADS.items()}
+    works_of |= {(name, batch): of_features(shape, batch) for name, (shape, batch) in FEATURES.items()}
+    for (name, batch), works in works_of.items():
         for operator in dict.fromkeys(work.operator for work in works):
             own = [work for work in works if work.operator == operator]
             busy: Counter[str] = Counter()
@@ -187,6 +205,12 @@ WORKLOADS: dict[str, tuple[Workload, int]] = {
     "resnet18": (BASELINES["resnet18"], 1024),
     "resnet18, 1% of its convolutions": (Workload(sparse_resnet18, (3, 32, 32), 32), 1024),
     "resnet50, 224x224": (Workload(lambda: models.resnet50(1000), (3, 224, 224), 256), 256),
+}
+
+#: name -> (image, batch) of which scattering features are taken.
+FEATURES: dict[str, tuple[Shape, int]] = {
+    "features, 3x32x32": ((3, 32, 32), 4096),
+    "features, 1x28x28": ((1, 28, 28), 8192),
 }
 
 

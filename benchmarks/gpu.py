@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from benchmarks.floor import MEASURED, WORKLOADS
+from benchmarks.floor import FEATURES, MEASURED, WORKLOADS
 from dpkernels.bench import machine
 from dpkernels.bench.choices import records_of
 from dpkernels.bench.models import Workload
+from dpkernels.features import ScatterNet
 from dpkernels.layers import Layer, Record
 from dpkernels.layers.sparse import SparseConvLayer
 from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
@@ -75,6 +76,12 @@ def operators(workload: Workload, batch: int) -> dict[str, float]:
     return dict(times)
 
 
+def features(shape: tuple[int, ...], batch: int) -> dict[str, float]:
+    """Microseconds of the features of a batch of images."""
+    net, images = ScatterNet(shape), torch.rand(batch, *shape, device="cuda")
+    return {"scatter": microseconds(lambda: net(images))}
+
+
 def _calls(record: Record) -> Iterator[tuple[str, Callable[[], object]]]:
     """What the engine calls for a layer, by the operator that does the work."""
     rule, slots = record.rule, frozenset(record.slots)
@@ -102,7 +109,8 @@ def _calls(record: Record) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    names = [*WORKLOADS, *FEATURES]
+    parser.add_argument("--model", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--out", type=Path, default=MEASURED, help="default: %(default)s")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -111,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = {"machine": machine(), "ceilings": ceilings(), "operators": {}}
     print(report["machine"], report["ceilings"], flush=True)
     for name in options.model:
-        report["operators"][name] = operators(*WORKLOADS[name])
+        report["operators"][name] = operators(*WORKLOADS[name]) if name in WORKLOADS else features(*FEATURES[name])
         print(name, {k: round(v, 1) for k, v in report["operators"][name].items()}, flush=True)
         torch.cuda.empty_cache()
         write_json(options.out, report)

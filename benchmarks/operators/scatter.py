@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.entry import Entry, size
+from benchmarks.floor import SCATTER_OPERATIONS
 from dpkernels.features.scatternet import kymatio_filters
 from dpkernels.ops.scatter import scatter
-
-# Vector operations a plane, an FMA counted as two: csrc/scatter/scatter_cpu.cpp counts them.
-FLOPS = {(28, 28): 2.5e6, (32, 32): 3.1e6}
 
 
 def entries() -> Iterator[Entry]:
@@ -19,6 +17,6 @@ def entries() -> Iterator[Entry]:
             "scatter",
             f"[{planes}, {shape[0]}, {shape[1]}]",
             lambda images=images, filters=filters: ((images, filters), {}),
-            planes * FLOPS[shape],
+            planes * SCATTER_OPERATIONS[shape],
             size(images, scatter(images, filters)),
         )

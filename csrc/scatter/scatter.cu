@@ -15,12 +15,12 @@
 //
 // For a 32x32 plane, scales 2, angles 8 (scatter_cpu.cpp counts the same): 2.4 M operations of a lane, FMA counted
 // once, at best 0.081 us on an H100 (132 multiprocessors, 128 lanes, 1.755 GHz). Shared memory, in words of 4 bytes:
-//   72 folded products back at 20x20: 400 numbers x (2 + 2 + 3 x 4 + 3)             550 k
-//    8 products back at 40x40:       1600 numbers x (8 / 4 + 2 + 3 x 4 + 3)         250 k
-//    9 transforms of a real 40x40:   800 x 8, 840 x 10                              135 k
+//   72 folded products back at 20x20: 400 numbers x (8 / 4 + 2 + 2 x 4 + 3)             432 k
+//    8 products back at 40x40:       1600 numbers x (2 + 2 + 2 x 4 + 3)                 192 k
+//    9 transforms of a real 40x40:    800 numbers x 8, 840 x 10                         133 k
 //   low pass: 72 x (20 x 8 x 20 + 8 x 8 x 20) / 2, 9 x (40 x 8 x 40 + 8 x 8 x 40) / 2   230 k
-// and filters through the caches: 9 x 51 kB of the second scale and 51 kB of the first, 128 k words. 1.3 M words at 32
-// a cycle and multiprocessor take 0.175 us: this bounds the kernel, at 1.9 M images of 3x32x32 a second. Global memory
+// and filters through the caches: 9 x 51 kB of the second scale and 51 kB of the first, 128 k words. 1.1 M words at 32
+// a cycle and multiprocessor take 0.150 us: this bounds the kernel, at 2.2 M images of 3x32x32 a second. Global memory
 // moves 25 kB a plane, 0.008 us.
 #include "common/launch.h"
 #include "scatter/scatter.h"
