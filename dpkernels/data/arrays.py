@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -23,6 +26,8 @@ from dpkernels.data.raw import bad_file, check_labels
 
 _FORMAT = 1
 _BATCH = 1024  # rows computed at once
+_KEPT = 8  # batches after which a build that is broken off goes on
+_DIGITS = 20  # of the note of how many rows are on disk
 DTYPES: dict[str, np.dtype] = {"float16": np.dtype("float16"), "float32": np.dtype("float32")}
 
 
@@ -137,8 +142,9 @@ def with_features(
     folder: of the cache; else features in `cache_folder()`.
 
     A file is named after a hash of everything that it depends on: pixels, their scale, transform, shape, dtype. It
-    appears when it is whole. A build that was broken off starts over; a second process that wants the same file waits
-    for the first. The files are readable by the user alone: what they are computed from may be private.
+    appears when it is whole. A build that was broken off goes on where it last synced its rows, eight batches ago at
+    most; a second process that wants the same file waits for the first. The files are readable by the user alone: what
+    they are computed from may be private.
 
     Raises ValueError for an unknown dtype, features of another shape, or ones that float16 cannot hold; OSError where
     the folder cannot be written.
@@ -178,16 +184,28 @@ def _build(
     what: str,
 ) -> None:
     unfinished = path.with_suffix(".unfinished")
-    with _alone(unfinished):
+    header = io.BytesIO()
+    described = {"descr": dtype.str, "fortran_order": False, "shape": (len(split), *shape)}
+    np.lib.format.write_array_header_1_0(header, described)
+    row = math.prod(shape) * dtype.itemsize  # bytes
+    with _alone(unfinished) as note:
         if path.exists():  # another process made it while this one waited
             return
         try:
-            with open(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b") as file:
-                header = {"descr": dtype.str, "fortran_order": False, "shape": (len(split), *shape)}
-                np.lib.format.write_array_header_1_0(file, header)
-                progress = tqdm(total=len(split), desc=what, unit=" images", delay=1.0, disable=None, leave=False)
+            with open(os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+                done = _noted(note, len(split))
+                if os.fstat(file.fileno()).st_size < len(header.getvalue()) + done * row:
+                    done = 0
+                _note(note, done)
+                file.write(header.getvalue())
+                file.truncate(len(header.getvalue()) + done * row)
+                file.seek(0, os.SEEK_END)
+                progress = tqdm(
+                    total=len(split), initial=done, desc=what, unit=" images", delay=1.0, disable=None, leave=False
+                )
                 with progress, torch.no_grad():
-                    for images, _ in split.batches(_BATCH):
+                    for begin in range(done, len(split), _BATCH):
+                        images, _ = split.batch(torch.arange(begin, min(begin + _BATCH, len(split))))
                         features = transform(images)
                         if tuple(features.shape) != (len(images), *shape):
                             raise ValueError(
@@ -199,16 +217,38 @@ def _build(
                             raise ValueError(f"dtype must hold the features, got {dtype} for {largest:g}")
                         file.write(np.ascontiguousarray(features.numpy().astype(dtype)).data)
                         progress.update(len(images))
-                file.flush()
-                os.fsync(file.fileno())
+                        if (begin - done) // _BATCH % _KEPT == 0:
+                            _sync(file)
+                            _note(note, begin + len(images))
+                _sync(file)
             os.replace(unfinished, path)
-        finally:
+        except Exception:
             unfinished.unlink(missing_ok=True)
+            raise
+        _note(note, 0)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _noted(note: BinaryIO, most: int) -> int:
+    """How many rows of the unfinished file are on disk, as the note says; 0 where it says nothing sensible."""
+    text = os.pread(note.fileno(), _DIGITS + 1, 0)
+    rows = int(text) if len(text) == _DIGITS and text.isdigit() else 0
+    return rows if rows <= most else 0
+
+
+def _note(note: BinaryIO, rows: int) -> None:
+    """On disk at once, and after the rows that it counts."""
+    os.pwrite(note.fileno(), b"%0*d" % (_DIGITS, rows), 0)
+    os.fsync(note.fileno())
 
 
 @contextmanager
-def _alone(unfinished: Path) -> Iterator[None]:
-    """While no other process builds the same file. The lock ends with its process."""
+def _alone(unfinished: Path) -> Iterator[BinaryIO]:
+    """While no other process builds the same file; yields the lock's own file. The lock ends with its process."""
     with open(os.open(unfinished.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock

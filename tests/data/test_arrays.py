@@ -92,18 +92,46 @@ def test_everything_that_matters_is_in_the_key(dataset: ImageDataset, tmp_path: 
     assert not rebuilt(other)
 
 
-def test_a_build_that_is_broken_off_starts_over(dataset: ImageDataset, tmp_path: Path) -> None:
-    class Breaking(Doubled):
-        def __call__(self, x: Tensor) -> Tensor:
-            if self.calls == 1:
-                raise KeyboardInterrupt
-            return super().__call__(x)
+class Breaking(Doubled):
+    """Ends with the second batch."""
 
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.calls == 1:
+            raise KeyboardInterrupt
+        return super().__call__(x)
+
+
+def test_a_build_that_is_broken_off_goes_on(dataset: ImageDataset, tmp_path: Path) -> None:
+    whole = build(dataset, Doubled(), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         build(dataset, Breaking(), tmp_path)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    made = build(dataset, Doubled(), tmp_path)
-    assert len(made.train) == 2100
+    assert {path.suffix for path in tmp_path.glob("small-*")} == {".lock", ".unfinished"}
+    with pytest.raises(KeyboardInterrupt):  # once more, in the last batch
+        build(dataset, Breaking(), tmp_path)
+    rest = Doubled()
+    made = build(dataset, rest, tmp_path)
+    assert rest.calls == 2  # the last batch of train and one of test
+    for ours, theirs in zip(sorted(tmp_path.glob("*.npy")), sorted((tmp_path / "whole").glob("*.npy")), strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert torch.equal(made.train.batch(torch.arange(2100))[0], whole.train.batch(torch.arange(2100))[0])
+
+
+@pytest.mark.parametrize("damage", ["rows", "note", "count", "file"])
+def test_a_damaged_beginning_starts_over(dataset: ImageDataset, tmp_path: Path, damage: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build(dataset, Breaking(), tmp_path)
+    (unfinished,), (note,) = tmp_path.glob("*.unfinished"), tmp_path.glob("*.lock")
+    if damage == "rows":
+        os.truncate(unfinished, unfinished.stat().st_size - 1)
+    elif damage == "file":
+        unfinished.unlink()
+    else:
+        note.write_bytes(b"-1".rjust(20) if damage == "note" else b"%020d" % 2101)
+    transform = Doubled()
+    made = build(dataset, transform, tmp_path)
+    assert transform.calls == 4
+    wanted = dataset.train.batch(torch.arange(2100))[0]
+    torch.testing.assert_close(made.train.batch(torch.arange(2100))[0], Doubled()(wanted), rtol=1e-3, atol=0)
 
 
 def test_what_a_killed_build_left_is_overwritten(dataset: ImageDataset, tmp_path: Path) -> None:
