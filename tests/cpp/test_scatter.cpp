@@ -42,8 +42,7 @@ Image subsampled_modulus(const Image& x, int64_t height, int64_t width, int64_t 
 template <typename T>
 struct Filters {
   std::vector<std::vector<double>> waves, rows, columns;
-  std::vector<std::vector<T>> narrow;
-  std::vector<const T*> pointers[3];
+  std::vector<std::vector<T>> narrow;  // waves, rows and columns, one after the other
 
   Filters(int64_t scales, int64_t angles, int64_t height, int64_t width, int64_t out_height, int64_t out_width) {
     for (int64_t r = 0; r < scales; ++r) {
@@ -54,7 +53,6 @@ struct Filters {
     }
     for (const auto* group : {&waves, &rows, &columns})
       for (const auto& values : *group) narrow.emplace_back(values.begin(), values.end());
-    for (std::size_t k = 0; k < narrow.size(); ++k) pointers[k / scales].push_back(narrow[k].data());
   }
 };
 
@@ -69,10 +67,28 @@ void matches_the_sums(int64_t planes, int64_t height, int64_t width, int64_t sca
   for (int64_t w = 0; w < width; ++w) column_source.push_back((w * 3 + 2) % image_width);
   const int64_t channels = dpk::scatter_channels(scales, angles), area = kOutHeight * kOutWidth;
   std::vector<T> features(planes * channels * area, T(-1));
-  dpk::scatter_cpu<T>({images.data(), filters.pointers[0].data(), filters.pointers[1].data(),
-                       filters.pointers[2].data(), row_source.data(), column_source.data(), features.data(), planes,
-                       image_height, image_width, height, width, kOutHeight, kOutWidth, scales, angles},
-                      0, (planes + dpk::kScatterGroup - 1) / dpk::kScatterGroup);
+  dpk::ScatterParams<T> params{images.data(),
+                               {},
+                               {},
+                               {},
+                               row_source.data(),
+                               column_source.data(),
+                               features.data(),
+                               planes,
+                               image_height,
+                               image_width,
+                               height,
+                               width,
+                               kOutHeight,
+                               kOutWidth,
+                               scales,
+                               angles};
+  for (int64_t r = 0; r < scales; ++r) {
+    params.wavelets[r] = filters.narrow[r].data();
+    params.rows[r] = filters.narrow[scales + r].data();
+    params.columns[r] = filters.narrow[2 * scales + r].data();
+  }
+  dpk::scatter_cpu(params, 0, (planes + dpk::kScatterGroup - 1) / dpk::kScatterGroup);
 
   for (int64_t p = 0; p < planes; p += 7) {
     Image image;
