@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dpkernels.losses.logits import focal, require, sum_squared_error, wide
 from dpkernels.losses.outputs import recorded_outputs, weighted_layers
@@ -101,7 +102,7 @@ class LosingLess:
         for name, h in outputs if self._named else outputs[:-1]:
             if h.dim() < 2 or h.size(0) != len(labels):
                 raise ValueError(f"layer {name!r} must give [{len(labels)}, ...], examples first, got {tuple(h.shape)}")
-            losses = losses + share * wide(h).flatten(1).square().mean(1)
+            losses = losses + share * _MeanSquare.apply(wide(h))
         return losses
 
     def weight_decays(self, epoch: float) -> dict[str, float]:
@@ -114,6 +115,21 @@ class LosingLess:
         share = 2 * _sigmoid(self.threshold_epoch - epoch) / self.beta
         weights = {id(layer._parameters.get("weight")) for layer in self._layers.values()}
         return {name: share / p.numel() for name, p in self.model.named_parameters() if id(p) in weights}
+
+
+class _MeanSquare(torch.autograd.Function):
+    """The mean of squares of each row, without the squares of a whole activation in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return torch.linalg.vector_norm(h, dim=tuple(range(1, h.dim()))).square_().div_(math.prod(h.shape[1:]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *output_grads: Tensor) -> Tensor:
+        (h,), (grad,) = ctx.saved_tensors, output_grads
+        return h * (grad * (2 / math.prod(h.shape[1:]))).view(-1, *(1,) * (h.dim() - 1))
 
 
 def _sigmoid(x: float) -> float:
