@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.papers.tramer2021 import spread
 from benchmarks.papers.tramer2021.__main__ import PAPER
 from benchmarks.papers.tramer2021.experiments import SIZES, classic_noise
 from benchmarks.papers.tramer2021.shuffle import shuffled_batch
@@ -39,3 +40,24 @@ def test_shuffled_batches_visit_every_example_once_an_epoch() -> None:
     assert not torch.equal(shuffled_batch(key, 0, size, 0.4), shuffled_batch(Key.from_seed(4), 0, size, 0.4))
     first, second = (shuffled_batch(key, step, size, 0.4) for step in (0, 5))
     assert not torch.equal(first, second)
+
+
+def test_the_spread_is_over_the_papers_grid() -> None:
+    whole = spread.points("mnist", "scatternet-linear")
+    assert len(whole) == 6 * 4 * 3 * 5
+    assert len({point.name for point in whole}) == len(whole)
+    assert [point.name for point in whole] == [point.name for point in spread.points("mnist", "scatternet-linear")]
+    assert len(spread.points("mnist", "scatternet-linear", epochs=5)) == 6 * 4 * 5
+    assert len(spread.points("cifar10", "cnn")) == 6 * 4 * 3
+    for point in (*whole[:20], *spread.points("cifar10", "cnn")[:5]):
+        config = resolve(load_dataset("digits"), point.fields | {"dataset_size": 60_000})
+        assert config.epsilon == 3.0
+        assert config.lr * 512 / config.batch_size in {0.125, 0.25, 0.5, 1, 2}
+    assert spread.spread([0.9, 0.91, 0.93, 0.95, 0.96]) == {
+        "min": 90.0,
+        "max": 96.0,
+        "median": 93.0,
+        "MAD": 2.0,
+        "q1": 91.0,
+        "q3": 95.0,
+    }
