@@ -115,6 +115,8 @@ def table(rows: Sequence[Row]) -> str:
         accuracy = "-" if row.accuracy is None else f"{row.accuracy:.2%}"
         seconds = f"{metrics['seconds']:.1f}" if metrics else "-"
         state = row.state + (f": {row.failure}" if row.failure else "")
+        if lost := metrics.get("lost_steps"):
+            state += f", {lost} steps lost to a kill"
         figures = [accuracy, f"{row.plan.epsilon:.4g}", f"{row.plan.noise_multiplier:.4g}", str(row.plan.steps)]
         lines.append([*(_word(config[name]) for name in names), *figures, seconds, state.replace("|", "/")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
