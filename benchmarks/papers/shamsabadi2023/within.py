@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.papers.runner import Experiments, Results
 
-EPSILONS = (0.5, 0.6, 0.7, 0.8, 1.0, 1.5, 2.0, 2.5, 3.0)
+EPSILONS = (0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0)
 
 
 def within(experiments: Experiments, results: Results, epsilons: Sequence[float] = EPSILONS) -> str:
