@@ -17,7 +17,7 @@ Ledger(path=None, budget=None, *, seeded=False)     # a context manager; path No
     record(event, what)           any other release, before it is made
     events(), entries(), epsilon(delta), bound(delta), statement(delta), steps, reserved, seeded, path
     commit(), close()             release what was reserved ahead; rewind(steps) for seeded runs only
-tuning       all_runs, best_of_random_runs, random_stopping: what choosing hyper-parameters costs
+tuning       all_runs, best_of_random_runs, random_stopping: what choosing hyper-parameters costs; noise_multipliers
 iteration    iteration_bound, iteration_noise_multiplier: amplification by iteration, beside DP-SGD's accounting
 BudgetExceededError, LedgerLockedError, AccountantUnavailableError, AccountantContradictionError
 """

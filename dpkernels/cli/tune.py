@@ -159,6 +159,8 @@ class TimeProgress(Watcher):
     def step(self, index: int, step: int) -> None:
         before, self._at[index] = self._at.get(index), step
         if self._bar is not None:
+            if len(self._at) == 1 and before is None:  # processes take seconds to begin
+                self._bar.reset()
             self._bar.update((step - (before or 0)) * self._jobs[index].plan.batch_size)
         elif index == 0 and not self._told:
             self._measure(step)

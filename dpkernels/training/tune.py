@@ -88,8 +88,9 @@ class TuneFolder:
             yield
 
     def forget(self) -> None:
-        """Remove all that is secret, and the folder where nothing else lies in it."""
-        shutil.rmtree(self.secret, ignore_errors=True)
+        """Remove all that is secret, and the folder where nothing else lies in it. Raises OSError where that fails."""
+        if self.secret.exists():
+            shutil.rmtree(self.secret)
         self.released.leave()
 
 
@@ -107,16 +108,11 @@ def start(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder, *, 
     count = draw_number_of_runs(mean_runs=search.mean_runs, shape=search.shape)
     runs = count if calibrated.slots is None else calibrated.slots
     with folder.alone():
-        plans: dict[TrainingRun, Plan] = {}
-        for index in range(runs):
-            config, kind = calibrated.draw(dataset)
-            _check_model(config, dataset)
-            if kind not in plans:
-                plans[kind] = config.plan()
-            run = folder.run(index)
-            shutil.rmtree(run.path, ignore_errors=True)  # of a start that was killed: it had not begun
-            run.path.mkdir(mode=0o700)
-            run.write_config(config, plans[kind], report.versions())
+        try:
+            _lay_down(calibrated, dataset, folder, runs)
+        except BaseException:
+            folder.forget()
+            raise
         document = {
             "search": search.to_dict(),
             "delta": calibrated.delta,
@@ -127,6 +123,19 @@ def start(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder, *, 
             "data_root": None if data_root is None else str(data_root.resolve()),
         }
         write_json(folder.state, document)
+
+
+def _lay_down(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder, runs: int) -> None:
+    plans: dict[TrainingRun, Plan] = {}
+    for index in range(runs):
+        config, kind = calibrated.draw(dataset)
+        _check_model(config, dataset)
+        if kind not in plans:
+            plans[kind] = config.plan()
+        run = folder.run(index)
+        shutil.rmtree(run.path, ignore_errors=True)  # of a start that was killed: it had not begun
+        run.path.mkdir(mode=0o700)
+        run.write_config(config, plans[kind], report.versions())
 
 
 def _check_model(config: TrainConfig, dataset: ImageDataset) -> None:

@@ -78,4 +78,4 @@ def test_bad_input(arguments: list[str], message: str, tmp_path: Path, capsys: p
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
-    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert not (tmp_path / "out").exists()
