@@ -63,13 +63,16 @@ class LosingLess:
             raise ValueError(f"penalty must be 'pre-activations' or 'weights', got {penalty!r}")
         self.model = model
         self.threshold_epoch, self.beta, self.gamma, self.penalty = threshold_epoch, beta, gamma, penalty
-        self._named = layers is not None
-        self._layers = weighted_layers(model) if layers is None else _by_name(model, layers)
-        if not self._layers and beta < math.inf:
+        self._names = None if layers is None else tuple(layers)
+        if not self._layers() and beta < math.inf:
             raise ValueError(
                 "model must have a linear or convolutional layer to penalize, got none: name others in layers, or set "
                 "beta to inf"
             )
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """Looked up anew each time: layers of a model may be replaced."""
+        return weighted_layers(self.model) if self._names is None else _by_name(self.model, self._names)
 
     def alpha(self, epoch: float) -> float:
         """The weight of the focal loss at ``epoch``."""
@@ -92,14 +95,15 @@ class LosingLess:
         """
         alpha, rest = self.alpha(epoch), _sigmoid(self.threshold_epoch - epoch)  # 1 - alpha, without rounding to 0
         share = rest / self.beta if self.penalty == "pre-activations" else 0.0
-        with recorded_outputs(self.model, self._layers if share else {}) as outputs:
+        layers = self._layers() if share else {}
+        with recorded_outputs(self.model, layers) as outputs:
             logits = self.model(inputs)
         losses = alpha * focal(logits, labels, self.gamma) + rest * sum_squared_error(logits, labels)
         if not share:
             return losses
         if not outputs:
-            raise RuntimeError(f"the forward called none of the layers {', '.join(self._layers)} (a compiled model?)")
-        for name, h in outputs if self._named else outputs[:-1]:
+            raise RuntimeError(f"the forward called none of the layers {', '.join(layers)} (a compiled model?)")
+        for name, h in outputs[:-1] if self._names is None else outputs:
             if h.dim() < 2 or h.size(0) != len(labels):
                 raise ValueError(f"layer {name!r} must give [{len(labels)}, ...], examples first, got {tuple(h.shape)}")
             losses = losses + share * _MeanSquare.apply(wide(h))
@@ -113,7 +117,7 @@ class LosingLess:
         if self.penalty != "weights":
             raise ValueError(f"penalty must be 'weights' to be a weight decay, got {self.penalty!r}")
         share = 2 * _sigmoid(self.threshold_epoch - epoch) / self.beta
-        weights = {id(layer._parameters.get("weight")) for layer in self._layers.values()}
+        weights = {id(layer._parameters.get("weight")) for layer in self._layers().values()}
         return {name: share / p.numel() for name, p in self.model.named_parameters() if id(p) in weights}
 
 
