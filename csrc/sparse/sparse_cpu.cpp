@@ -1,11 +1,10 @@
 // Selected entries of per-example weight gradients on the CPU, with an example in each vector lane: an entry is then a
 // sum over positions of products of two vectors, with no sum across lanes, for any strides and however small the map.
 //
-// A block of examples is packed, [channels, pixels, lanes], slab by slab of positions, so that operands stay in the
-// caches. Products accumulate in T over the positions of a slab, at most kDepth, one after the other, and slabs in
-// double; four entries at a time, which share the output's gradient where they have it in common. Bytes: each operand
-// read, written and read once; then two vectors a product from the caches.
-#include "common/conv_shape.h"
+// A block of examples is packed, [channels, pixels, lanes], slab by slab of positions, and entries are taken in chunks,
+// by input channel within a chunk, so that what is read again lies in the caches. Products accumulate in T over the
+// positions of a slab, at most kDepth, one after the other, and slabs in double; four entries at a time. Bytes: each
+// operand read, written and read once; then two vectors a product from the caches.
 #include "sparse/sparse.h"
 
 #define DPK_BODY "sparse/sparse_cpu.cpp"
@@ -19,8 +18,9 @@ namespace {
 #include "common/simd.h"
 #include "common/simd_transpose.h"
 
-constexpr int64_t kDepth = 128;  // positions of a slab
+constexpr int64_t kDepth = 256;  // positions of a slab
 constexpr int64_t kTogether = 4;
+constexpr int64_t kChunk = 4096;  // entries whose results stay in the caches until they are written
 
 // A box of positions, and the pixels that taps see from there.
 struct Slab {
@@ -76,19 +76,19 @@ std::vector<Slab> slabs_of(const ConvShape& s) {
 }
 
 struct Entry {
-  int64_t output, input, tap;
+  int32_t input, output, tap;
+  int32_t place;  // within its chunk
 };
 
-// values[e, :] = sum_t x[e][offsets[t], :] g[e][t, :]; all g are one where kShared. Not inlined: amid a caller's
-// variables some accumulators would live in memory.
-template <bool kShared, typename T>
+// values[e, :] = sum_t x[e][offsets[t], :] g[e][t, :]. Not inlined: amid a caller's variables some accumulators would
+// live in memory.
+template <typename T>
 [[gnu::noinline]] void products(const T* const (&x)[kTogether], const T* const (&g)[kTogether], const int64_t* offsets,
                                 int64_t positions, Vec<T> (&values)[kTogether]) {
   Vec<T> acc[kTogether] = {};
   for (int64_t t = 0; t < positions; ++t) {
     const int64_t offset = offsets[t] * kLanes<T>, at = t * kLanes<T>;
-    [[maybe_unused]] const Vec<T> shared = load<T>(g[0] + at);
-    for (int64_t e = 0; e < kTogether; ++e) acc[e] += load<T>(x[e] + offset) * (kShared ? shared : load<T>(g[e] + at));
+    for (int64_t e = 0; e < kTogether; ++e) acc[e] += load<T>(x[e] + offset) * load<T>(g[e] + at);
   }
   for (int64_t e = 0; e < kTogether; ++e) values[e] = acc[e];
 }
@@ -103,22 +103,14 @@ class Gradients {
         input_used(s.in_channels),
         output_used(s.out_channels),
         grads(s.out_channels * slabs.front().positions() * kLanes<T>),
-        single(slabs.size() == 1 ? q.selected * kLanes<T> : 0),
+        results(slabs.size() == 1 ? std::min(kChunk, q.selected) * kLanes<T> : 0),
         total(slabs.size() == 1 ? 0 : q.selected * kLanes<T>) {
     int64_t pixels = 0;
     for (const Slab& slab : slabs) pixels = std::max(pixels, slab.map.pixels());
     input.resize(s.in_channels * pixels * kLanes<T>);
-    // Quotients of integers below 2^50, without a division.
-    const double row = 1. / static_cast<double>(s.rows()), tap = 1. / static_cast<double>(s.taps());
-    entries.reserve(q.selected);
-    for (int64_t n = 0; n < q.selected; ++n) {
-      const int64_t output = static_cast<int64_t>((static_cast<double>(q.entries[n]) + 0.5) * row);
-      const int64_t rest = q.entries[n] - output * s.rows();
-      const int64_t channel = static_cast<int64_t>((static_cast<double>(rest) + 0.5) * tap);
-      entries.push_back({output, channel, rest - channel * s.taps()});
-    }
-    if (s.groups > 1)
-      for (Entry& e : entries) e.input += e.output / s.group_out() * s.group_in();
+    entries.resize(q.selected);
+    for (int64_t first = 0; first < q.selected; first += kChunk)
+      read_chunk(first, std::min(kChunk, q.selected - first));
     for (const Entry& e : entries) input_used[e.input] = output_used[e.output] = true;
   }
 
@@ -128,52 +120,80 @@ class Gradients {
     for (const Slab& slab : slabs) {
       pack_input(slab, b, count);
       pack_grads(slab, b, count);
-      for (int64_t n = 0; n < q.selected; n += kTogether) add(slab, n);
+      for (int64_t first = 0; first < q.selected; first += kChunk) {
+        const int64_t size = std::min(kChunk, q.selected - first);
+        for (int64_t n = first; n < first + size; n += kTogether)
+          add(slab, first, n, std::min(kTogether, first + size - n));
+        if (total.empty()) write(results.data(), b, count, first, size);
+      }
     }
-    if (total.empty())
-      write(single.data(), b, count);
-    else
-      write(total.data(), b, count);
+    if (!total.empty()) write(total.data(), b, count, 0, q.selected);
   }
 
  private:
+  // The entries first <= n < first + size by input channel: its pixels are then near for all of them.
+  void read_chunk(int64_t first, int64_t size) {
+    // Quotients of integers below 2^50, without a division.
+    const double row = 1. / static_cast<double>(s.rows()), tap = 1. / static_cast<double>(s.taps());
+    std::vector<Entry> read(size);
+    std::vector<int32_t> begin(s.in_channels + 1);
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t entry = q.entries[first + i];
+      const int64_t output = static_cast<int64_t>((static_cast<double>(entry) + 0.5) * row);
+      const int64_t rest = entry - output * s.rows();
+      int64_t channel = static_cast<int64_t>((static_cast<double>(rest) + 0.5) * tap);
+      const int64_t of_tap = rest - channel * s.taps();
+      if (s.groups > 1) channel += output / s.group_out() * s.group_in();
+      read[i] = {static_cast<int32_t>(channel), static_cast<int32_t>(output), static_cast<int32_t>(of_tap),
+                 static_cast<int32_t>(i)};
+      ++begin[channel + 1];
+    }
+    for (int64_t c = 0; c < s.in_channels; ++c) begin[c + 1] += begin[c];
+    for (int64_t i = 0; i < size; ++i) entries[first + begin[read[i].input]++] = read[i];
+  }
+
   void pack_input(const Slab& slab, int64_t b, int64_t count) {
     const ConvMap& map = slab.map;
     const int64_t example = s.in_channels * s.pixels(), pixels = map.pixels();
     if (slabs.size() > 1 && map.inside() < pixels) std::fill(input.begin(), input.end(), T(0));
     const T* x = q.input + b * example;
-    map.each_line(s, [&](int64_t pixel, int64_t source) {
-      T* to = input.data() + pixel * kLanes<T>;
-      const T* from = x + source * q.input_layout.pixel;
-      if (q.input_layout.channel == 1) {
+    const auto lines = [&](auto f) {  // f(from, to) for each line of the first channel
+      map.each_line(s, [&](int64_t pixel, int64_t source) {
+        f(x + source * q.input_layout.pixel, input.data() + pixel * kLanes<T>);
+      });
+    };
+    const int64_t step = map.step[2] * q.input_layout.pixel;
+    if (q.input_layout.channel == 1)
+      return lines([&](const T* from, T* to) {
         for (int64_t i = 0; i < map.line(); ++i)
-          transpose(from + i * map.step[2] * q.input_layout.pixel, count, s.in_channels, example, to + i * kLanes<T>,
-                    pixels * kLanes<T>);
-        return;
-      }
-      for (int64_t c = 0; c < s.in_channels; ++c)
-        if (input_used[c])
-          pack_line(from + c * q.input_layout.channel, count, map.line(), map.step[2] * q.input_layout.pixel, example,
-                    to + c * pixels * kLanes<T>);
-    });
+          transpose(from + i * step, count, s.in_channels, example, to + i * kLanes<T>, pixels * kLanes<T>);
+      });
+    for (int64_t c = 0; c < s.in_channels; ++c)
+      if (input_used[c])
+        lines([&](const T* from, T* to) {
+          pack_line(from + c * q.input_layout.channel, count, map.line(), step, example, to + c * pixels * kLanes<T>);
+        });
   }
 
   void pack_grads(const Slab& slab, int64_t b, int64_t count) {
     const int64_t example = s.out_channels * s.positions(), positions = slab.positions();
-    slab.each_run(s, [&](int64_t t, int64_t source, int64_t run) {
-      T* to = grads.data() + t * kLanes<T>;
-      const T* from = q.output_grads + b * example + source * q.output_layout.pixel;
-      if (q.output_layout.channel == 1) {
+    const auto runs = [&](auto f) {  // f(from, to, how many) for each run of positions of the first output
+      slab.each_run(s, [&](int64_t t, int64_t source, int64_t run) {
+        f(q.output_grads + b * example + source * q.output_layout.pixel, grads.data() + t * kLanes<T>, run);
+      });
+    };
+    if (q.output_layout.channel == 1)
+      return runs([&](const T* from, T* to, int64_t run) {
         for (int64_t i = 0; i < run; ++i)
           transpose(from + i * q.output_layout.pixel, count, s.out_channels, example, to + i * kLanes<T>,
                     positions * kLanes<T>);
-        return;
-      }
-      for (int64_t o = 0; o < s.out_channels; ++o)
-        if (output_used[o])
+      });
+    for (int64_t o = 0; o < s.out_channels; ++o)
+      if (output_used[o])
+        runs([&](const T* from, T* to, int64_t run) {
           pack_line(from + o * q.output_layout.channel, count, run, q.output_layout.pixel, example,
                     to + o * positions * kLanes<T>);
-    });
+        });
   }
 
   // A line of n pixels that lie `step` apart, of `count` examples.
@@ -183,28 +203,24 @@ class Gradients {
       for (int64_t lane = 0; lane < count; ++lane) to[i * kLanes<T> + lane] = from[lane * example + i * step];
   }
 
-  // The entries n to n + kTogether; what is beyond the last repeats it.
-  void add(const Slab& slab, int64_t n) {
-    const int64_t count = std::min(kTogether, q.selected - n), pixels = slab.map.pixels();
+  // The entries n <= i < n + count of the chunk that begins at `first`, at most kTogether of them.
+  void add(const Slab& slab, int64_t first, int64_t n, int64_t count) {
+    const int64_t pixels = slab.map.pixels();
     const T *x[kTogether], *g[kTogether];
-    bool shared = true;
-    for (int64_t i = 0; i < kTogether; ++i) {
+    for (int64_t i = 0; i < kTogether; ++i) {  // beyond the last it is repeated
       const Entry& e = entries[n + std::min(i, count - 1)];
       x[i] = input.data() + (e.input * pixels + slab.taps[e.tap]) * kLanes<T>;
       g[i] = grads.data() + e.output * slab.positions() * kLanes<T>;
-      shared &= g[i] == g[0];
     }
     Vec<T> values[kTogether];
-    if (shared)
-      products<true>(x, g, slab.offsets.data(), slab.positions(), values);
-    else
-      products<false>(x, g, slab.offsets.data(), slab.positions(), values);
+    products(x, g, slab.offsets.data(), slab.positions(), values);
     for (int64_t i = 0; i < count; ++i) {
+      const int64_t place = entries[n + i].place;
       if (total.empty()) {
-        store<T>(single.data() + (n + i) * kLanes<T>, values[i]);
+        store<T>(results.data() + place * kLanes<T>, values[i]);
         continue;
       }
-      double* to = total.data() + (n + i) * kLanes<T>;
+      double* to = total.data() + (first + place) * kLanes<T>;
       T lanes[kLanes<T>];
       store<T>(lanes, values[i]);
       for (int64_t l = 0; l < kLanes<T>; l += kLanes<double>)
@@ -213,8 +229,8 @@ class Gradients {
   }
 
   template <typename V>
-  void write(const V* values, int64_t b, int64_t count) const {
-    transpose(values, q.selected, count, kLanes<T>, q.gradients + b * q.selected, q.selected);
+  void write(const V* values, int64_t b, int64_t count, int64_t first, int64_t size) const {
+    transpose(values, size, count, kLanes<T>, q.gradients + b * q.selected + first, q.selected);
   }
 
   const SparseParams<T>& q;
@@ -223,8 +239,8 @@ class Gradients {
   std::vector<Entry> entries;
   std::vector<bool> input_used, output_used;
   std::vector<T> input, grads;  // of a slab: [channels, pixels, lanes], [channels, positions, lanes]
-  std::vector<T> single;        // [selected, lanes], of a single slab
-  std::vector<double> total;    // [selected, lanes], of several
+  std::vector<T> results;       // [entries of a chunk, lanes], of a single slab
+  std::vector<double> total;    // [selected, lanes], of several slabs
 };
 
 template <typename T>

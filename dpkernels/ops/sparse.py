@@ -32,13 +32,13 @@ def sparse_gradients(
             [batch, in_features, positions], a convolution of one tap.
         output_grads: [batch, out_channels, *map], the gradient of the summed losses with respect to its output.
         entries: int64 [selected], places in the flattened weight [out_channels, in_channels / groups, *kernel_size].
-            In ascending order they are computed fastest.
+            In ascending order those that share an input channel are computed together.
         kernel_size, stride, padding, dilation: one number per spatial dimension; padding is zeros on both sides.
         groups: of channels.
 
     Returns:
         [batch, selected] in the input's dtype (float32 for half precision). Products accumulate in that dtype over at
-        most 128 positions, then in float64.
+        most 256 positions, then in float64.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or settings do not fit, or (on the CPU) an entry lies outside the weight.

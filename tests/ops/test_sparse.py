@@ -34,13 +34,14 @@ CASES = {
     "one example": Case(1, 5, 7, (6, 5), Geometry((3, 3), (1, 1), (1, 1), (1, 1))),
     "no example": Case(0, 5, 7, (6, 5), Geometry((3, 3), (1, 1), (1, 1), (1, 1))),
     "several slabs": Case(9, 3, 4, (21, 33), Geometry((3, 3), (1, 1), (1, 1), (1, 1))),
-    "lines longer than a slab": Case(3, 2, 3, (300,), Geometry((4,), (1,), (3,), (2,))),
+    "lines longer than a slab": Case(3, 2, 3, (600,), Geometry((4,), (1,), (3,), (2,))),
     "strided, rectangular": Case(5, 6, 9, (25, 24), Geometry((3, 2), (2, 1), (1, 0), (1, 3))),
     "one tap, strided": Case(5, 6, 9, (12, 11), Geometry((1, 1), (2, 2), (0, 0), (1, 1))),
     "two groups": Case(4, 4, 6, (5, 7), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 2)),
     "depthwise": Case(4, 6, 12, (5, 7), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6)),
     "padding beyond the map": Case(3, 2, 3, (3, 2), Geometry((3, 3), (2, 1), (4, 5), (1, 1))),
     "3-D": Case(3, 3, 4, (4, 5, 6), Geometry((2, 3, 2), (1, 2, 1), (1, 1, 0), (1, 1, 2))),
+    "several chunks": Case(9, 70, 40, (3, 3), Geometry((3, 3), (1, 1), (1, 1), (1, 1))),
     "one position": Case(33, 31, 17, (1,), Geometry((1,), (1,), (0,), (1,))),
 }
 
@@ -79,13 +80,13 @@ def test_channels_last_is_read_as_it_lies(isa: str, name: str, which: str) -> No
     assert torch.equal(got, sparse_gradients(x, g, entries, **q))
 
 
-@pytest.mark.parametrize("name", ["3x3", "several slabs", "one position"])
+@pytest.mark.parametrize("name", ["3x3", "several slabs", "several chunks"])
 def test_the_same_bits_whatever_else_is_computed(isa: str, name: str) -> None:
     """Entries a few at a time and in any order, examples alone, beside an example that is not finite, and in threads:
     the sum of a later pass adds what the norm was of."""
     x, g, entries, q = example(CASES[name])
     want = sparse_gradients(x, g, entries, **q)
-    parts = [sparse_gradients(x, g, part, **q) for part in entries.split(5)]
+    parts = [sparse_gradients(x, g, part, **q) for part in entries.split(max(5, len(entries) // 3))]
     assert torch.equal(torch.cat(parts, 1), want)
     order = torch.randperm(len(entries))
     assert torch.equal(sparse_gradients(x, g, entries[order], **q), want[:, order])
@@ -110,10 +111,10 @@ def test_no_entry_is_selected() -> None:
 
 def test_positions_that_cancel_between_slabs() -> None:
     """Slabs join in float64: what large ones leave is not lost."""
-    x, g = torch.ones(1, 1, 3, 128), torch.ones(1, 1, 3, 128)
+    x, g = torch.ones(1, 1, 3, 256), torch.ones(1, 1, 3, 256)
     g[0, 0, 0], g[0, 0, 2] = 1e9, -1e9
     q = asdict(Geometry((1, 1), (1, 1), (0, 0), (1, 1)))
-    assert sparse_gradients(x, g, torch.tensor([0]), **q).item() == 128
+    assert sparse_gradients(x, g, torch.tensor([0]), **q).item() == 256
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -135,6 +136,4 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_fake() -> None:
     x, g, entries, q = example(CASES["two groups"])
-    for dtype in (torch.float32, torch.float64):
-        arguments = (x.to(dtype), g.to(dtype), entries, *q.values())
-        torch.library.opcheck(torch.ops.dpkernels.sparse_gradients.default, arguments)
+    torch.library.opcheck(torch.ops.dpkernels.sparse_gradients.default, (x, g, entries, *q.values()))
