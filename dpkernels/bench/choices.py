@@ -17,6 +17,7 @@ from dpkernels.clipping import GhostClipper
 from dpkernels.layers import Record
 from dpkernels.layers.conv import ConvLayer, ConvTransposeLayer
 from dpkernels.layers.linear import LinearLayer
+from dpkernels.layers.sparse import SparseConvLayer, SparseLinearLayer
 from dpkernels.ops.linear import linear_forward
 
 #: A choice that takes longer than the best alternative by more than this is marked.
@@ -141,6 +142,8 @@ def ways(record: Record) -> tuple[str, dict[str, Callable[[], Tensor]], dict[str
     """Which way the engine takes through a record, what runs each way and returns the squared norms, and what the cost
     model predicts of them."""
     rule = record.rule
+    if isinstance(rule, (SparseConvLayer, SparseLinearLayer)):
+        return "only", {"only": _run(record)}, {}
     if isinstance(rule, (ConvLayer, ConvTransposeLayer)):
         plan = rule.plan(record)
         runs = {name: _run(record, **forced) for name, forced in _CONV_WAYS.items()}

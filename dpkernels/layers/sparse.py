@@ -26,21 +26,7 @@ _SMALL, _TIMES_OPERANDS = 4096, 4
 
 
 class _Sparse(nn.Module):
-    """A dense module of which selected weights are a parameter, and the others a buffer.
-
-    Attributes:
-        base: the dense weight, a buffer. Its selected entries are not read.
-        index: int64 [selected], a buffer: where the selected weights lie in the flattened weight, ascending.
-        values: [selected], the trainable parameter.
-        bias: the dense module's own, or None.
-
-    Args:
-        module: the dense module, an ``nn.Conv2d`` or ``nn.Linear`` and no subclass of it. It is left as it is.
-        mask: bool in the weight's shape: true where the weight is trained. It may be true nowhere.
-
-    Raises:
-        ValueError, TypeError: the module is of another type, has hooks or a clipper; the mask does not fit.
-    """
+    """What the modules share."""
 
     dense_type: ClassVar[type[nn.Conv2d | nn.Linear]]
     base: Tensor
@@ -49,8 +35,7 @@ class _Sparse(nn.Module):
     def __init__(self, module: nn.Conv2d | nn.Linear, mask: Tensor) -> None:
         if type(module) is not self.dense_type:
             raise TypeError(f"module must be an nn.{self.dense_type.__name__}, got {type(module).__name__}")
-        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError("module must have no hooks and no GhostClipper: remove or detach them first")
+        _require_free(module)
         dense = module.weight.detach()
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
@@ -71,7 +56,12 @@ class _Sparse(nn.Module):
         return self.base.flatten().scatter(0, self.index, self.values).view(self.base.shape)
 
     def dense(self) -> nn.Conv2d | nn.Linear:
-        """A dense module with the weights as they are now, and the same bias."""
+        """A dense module with the weights as they are now, and the same bias.
+
+        Raises:
+            ValueError: this module has hooks or a clipper, which the dense one would not have.
+        """
+        _require_free(self)
         module = self.dense_type.__new__(self.dense_type)
         nn.Module.__init__(module)
         _take_settings(module, self)
@@ -84,6 +74,11 @@ class _Sparse(nn.Module):
         return f"{super().extra_repr()}, selected={self.index.numel()} of {self.base.numel()}"
 
 
+def _require_free(module: nn.Module) -> None:
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError("module must have no hooks and no GhostClipper: remove or detach them first")
+
+
 def _take_settings(module: nn.Module, other: nn.Module) -> None:
     """Everything but parameters, buffers, children and hooks."""
     own = set(vars(module)) - {"training"}
@@ -91,13 +86,27 @@ def _take_settings(module: nn.Module, other: nn.Module) -> None:
 
 
 class SparseConv2d(_Sparse, nn.Conv2d):  # type: ignore[override]
-    """A 2-D convolution whose selected weights are trained. Arguments and attributes as :class:`_Sparse` has them."""
+    """An ``nn.Conv2d`` whose selected weights are a parameter, and the others a buffer.
+
+    Attributes:
+        base: the dense weight, a buffer. Its selected entries are not read.
+        index: int64 [selected], a buffer: where the selected weights lie in the flattened weight, ascending.
+        values: [selected], the trainable parameter. It requires a gradient whether or not the dense weight did.
+        bias: the dense module's own, or None.
+
+    Args:
+        module: the dense module, of the very type and no subclass. It is left as it is.
+        mask: bool in the weight's shape: true where the weight is trained. It may be true nowhere.
+
+    Raises:
+        ValueError, TypeError: the module is of another type, has hooks or a clipper; the mask does not fit.
+    """
 
     dense_type = nn.Conv2d
 
 
 class SparseLinear(_Sparse, nn.Linear):  # type: ignore[override, misc]
-    """A linear layer whose selected weights are trained. Arguments and attributes as :class:`_Sparse` has them."""
+    """An ``nn.Linear`` whose selected weights are a parameter; all else as :class:`SparseConv2d` has it."""
 
     dense_type = nn.Linear
 

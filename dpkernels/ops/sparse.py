@@ -55,7 +55,7 @@ def sparse_gradients(
         return torch.ops.dpkernels.sparse_gradients(*maps, entries.contiguous(), *settings)
     except RuntimeError:
         weights = output_grads.size(1) * (input.size(1) // groups) * torch.Size(kernel_size).numel()
-        low, high = int(entries.min()), int(entries.max())
+        low, high = (int(entries.min()), int(entries.max())) if len(entries) else (0, 0)
         if low < 0 or high >= weights:
             raise ValueError(f"entries must lie in [0, {weights}), got values from {low} to {high}") from None
         raise

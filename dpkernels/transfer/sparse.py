@@ -58,6 +58,9 @@ def densify(model: nn.Module) -> None:
     """Undo :func:`sparsify` in place, with the weights as they are now: the state dict has the original model's names.
 
     The weights require a gradient. Biases and all other parameters stay the same objects.
+
+    Raises:
+        ValueError: a clipper is attached to the model, or a layer has hooks. The model is then as it was.
     """
     _replace(
         model,

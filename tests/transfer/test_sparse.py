@@ -108,6 +108,9 @@ def test_only_what_is_selected_is_trained_and_densify_goes_back(share: float, op
         private.step()
         private.zero_grad()
     trained = model(x)
+    with pytest.raises(ValueError, match="module must have no hooks and no GhostClipper"):
+        densify(model)
+    private.clipper.detach()
     densify(model)
     assert list(model.state_dict()) == names
     assert {type(m) for m in model.modules()}.isdisjoint({SparseConv2d, SparseLinear})
