@@ -136,10 +136,16 @@ class NearPrivate:
     smoothing: int = 1
     """Over how many candidates nearest to a candidate, itself among them, noisy counts are added up. 1 is the paper's.
     It is post-processing, and where counts are below the noise it tells more than a count alone."""
+    least_support: float | None = None
+    """None is the paper's: the highest support first. A number: candidates whose support, after smoothing, reaches it
+    come first, the most uncertain of them ahead, and support only tells who is far from all private examples. A
+    constant, or of public data."""
     uncertainty: str = "entropy"
 
     def __post_init__(self) -> None:
         _check_counts(candidates=self.candidates, components=self.components, smoothing=self.smoothing)
+        if self.least_support is not None and not math.isfinite(self.least_support):
+            raise ValueError(f"least_support must be a finite number or None, got {self.least_support!r}")
         _uncertainty(self.uncertainty)
 
     @property
@@ -150,7 +156,8 @@ class NearPrivate:
     def select(
         self, public: Views, private: Views, count: int, *, ledger: Ledger | None, key: Key | None = None
     ) -> Tensor:
-        """Indices of ``count`` public examples, int64: the highest noisy support first, of equals the most uncertain.
+        """Indices of ``count`` public examples, int64: the highest noisy support first, of equals the most uncertain;
+        with ``least_support`` those who reach it before.
 
         Args:
             private: of the private examples, each row a function of its example. A row that is not finite has no part.
@@ -182,6 +189,8 @@ class NearPrivate:
         )
         if self.smoothing > 1:
             support = _smoothed(support, public.embeddings[candidates].double() @ directions.T, self.smoothing)
+        if self.least_support is not None:
+            support = support.clamp(max=math.ceil(self.least_support))
         return candidates[support.argsort(descending=True, stable=True)][:count]
 
 

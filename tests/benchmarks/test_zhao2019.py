@@ -16,7 +16,7 @@ from benchmarks.papers.zhao2019.experiments import (
     METHODS,
     NEAR,
     POOLS,
-    SMOOTHED,
+    SCREENED,
     Checkpoint,
     Data,
     Seen,
@@ -52,7 +52,7 @@ def test_every_method_is_measured_at_its_own_cost(monkeypatch: pytest.MonkeyPatc
             assert record["epsilon"] == round(paid if near else free, 4)
             assert 0 <= record["accuracy"] <= 100
             assert (record["pollution"] > 0) == (row.fields["pool"] == "polluted")
-    assert SMOOTHED.events == NEAR.events
+    assert SCREENED.events == NEAR.events
 
 
 def test_what_was_made_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,10 @@ def test_near_private_leaves_what_no_private_example_is_near_to() -> None:
     assert (chosen % 4 < 2).double().mean() > 0.8
     rough = replace(smoothed, smoothing=1).select(public, private, 60, ledger=None, key=Key.from_seed(1))
     assert (rough % 4 < 2).double().mean() < 0.8
+    screened = replace(smoothed, least_support=150).select(public, private, 60, ledger=None, key=Key.from_seed(1))
+    assert (screened % 4 < 2).double().mean() > 0.8
+    order = uncertain(public, 200).tolist()  # those that are kept come in the order of uncertainty
+    assert [order.index(i) for i in screened.tolist()] == sorted(order.index(i) for i in screened.tolist())
     empty = Views(private.embeddings[:0], private.logits[:0])
     assert len(how.select(public, empty, 60, ledger=None)) == 60
 

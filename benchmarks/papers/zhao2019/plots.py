@@ -15,7 +15,7 @@ from benchmarks.papers.zhao2019.experiments import (
     LABELS,
     METHODS,
     POOLS,
-    SMOOTHED,
+    SCREENED,
     Data,
     Seen,
     checkpoint_rows,
@@ -86,9 +86,9 @@ def chosen(out: Path) -> None:
     panels = {
         "DiversePublic, a cluster each": (clean, diverse.select(clean.public, 100)),
         "DiversePublic, polluted pool": (polluted, diverse.select(polluted.public, 100)),
-        "NearPrivate smoothed, polluted pool": (
+        "NearPrivate screened, polluted pool": (
             near,
-            SMOOTHED.select(near.public, near.private, 100, ledger=None, key=Key.from_seed(1)),
+            SCREENED.select(near.public, near.private, 100, ledger=None, key=Key.from_seed(1)),
         ),
     }
     figure = _figure((10.5, 3.8))
