@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def curves(results: Results) -> None:
     """Figures 1 and 3: test accuracy against the number of labels, at equal epsilon; bars are one standard deviation
     over seeds."""
     figure = _figure((10.5, 4.4))
-    panels = figure.subplots(1, len(POOLS), sharey=True)
+    panels = figure.subplots(1, len(POOLS))
     found: dict[tuple[str, str, int], Row] = {
         (row.fields["pool"], row.fields["method"], row.fields["labels"]): row for row in rows()
     }
@@ -119,6 +120,11 @@ def _figure(size: tuple[float, float]) -> Any:
 
 
 def _save(figure: Any, name: str) -> None:
-    path = PICTURES / name
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=100))
-    print(path.name)
+    """With 64 colours, which takes a third of the bytes."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=100)
+    picture = Image.open(drawn).convert("RGB").quantize(64)
+    write_atomically(PICTURES / name, lambda temporary: picture.save(temporary, format="png", optimize=True))
+    print(name)
