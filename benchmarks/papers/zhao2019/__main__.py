@@ -66,7 +66,7 @@ def table(results: Results) -> str:
         if runs := results.of(row):
             accuracy = Summary.of(run["accuracy"] for run in runs)
             lines.append(f"checkpoint {name}: {accuracy} at epsilon {runs[0]['epsilon']:.3f}, {len(runs)} seeds")
-    lines += ["", f"| pool | method | epsilon |{''.join(f' {count} |' for count in LABELS)} not digits |"]
+    lines += ["", f"| pool | method | epsilon |{''.join(f' {count} |' for count in LABELS)} not digits, of 1000 |"]
     lines.append("| --- " * (len(LABELS) + 4) + "|")
     found = {(row.fields["pool"], row.fields["method"], row.fields["labels"]): results.of(row) for row in rows()}
     for pool in POOLS:
@@ -74,7 +74,7 @@ def table(results: Results) -> str:
             cells = [found[pool, method, count] for count in LABELS]
             if all(cells):
                 means = [str(Summary.of(run["accuracy"] for run in runs)) for runs in cells]
-                dirt = Summary.of(run["pollution"] for run in cells[-1])
+                dirt = Summary.of(run["pollution"] for run in cells[LABELS.index(1000)])
                 epsilon = max(run["epsilon"] for run in cells[0])
                 shown = [pool, method, f"{epsilon:.3f}", *means, "-" if dirt is None else f"{dirt.mean:.1f}%"]
                 lines.append(f"| {' | '.join(shown)} |")
