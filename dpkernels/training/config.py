@@ -272,7 +272,7 @@ def _defaults_by_shape(dataset: ImageDataset, size: int) -> dict[str, Any]:
     elif dataset.input_shape == (3, 32, 32):
         values = _CIFAR
     else:
-        values = {**_CIFAR, "model": "simple_vgg" if min(dataset.input_shape[1:]) >= 16 else "linear"}
+        values = {**_CIFAR, "model": "simple_vgg" if min(dataset.input_shape[1:], default=0) >= 16 else "linear"}
     return {**values, "batch_size": batch, "lr": batch / 1024}
 
 

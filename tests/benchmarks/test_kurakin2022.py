@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
 
+from benchmarks.papers.kurakin2022 import procedure
 from benchmarks.papers.kurakin2022.__main__ import PAPER
 from benchmarks.papers.kurakin2022.accounting import PRINTED, Printed
 from benchmarks.papers.kurakin2022.data import halved
@@ -41,3 +46,25 @@ def test_every_row_is_a_configuration_whose_model_fits() -> None:
 def test_images_are_halved() -> None:
     image = torch.tensor([[[[0, 4, 255, 255], [8, 4, 255, 253]]]], dtype=torch.uint8)
     assert halved(image).tolist() == [[[[4, 254]]]]  # of 254.5, the even one
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_the_procedure_finds_the_smallest_norm_that_costs_little(
+    public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(procedure, "AROUND", (1.0,))
+    words = ["--epochs", "2", "--batch-size", "128", "--epsilon", "3", "--scale", "3", "--out", str(tmp_path)]
+    words += ["--rates", "1e-4", "3", "--norms", "1000", "1", "0.001", "--tolerance", "0.05"]
+    procedure.main([*words, *(["--public"] if public else [])])
+    lines = capsys.readouterr().out.splitlines()
+    left = json.loads((tmp_path / "procedure.json").read_text())
+    assert [trial["stage"] for trial in left["trials"]] == [1, 1, 2, 2, 2, 3]
+    assert (left["lr"], left["max_grad_norm"]) == (3.0, 1.0)
+    one, two = left["trials"][1:3]
+    assert (one["max_grad_norm"], one["noise_multiplier"]) == (str(math.inf), 0.0)
+    assert one["accuracy"] == two["accuracy"] > 0.8  # a norm that no gradient reaches clips nothing
+    assert left["trials"][4]["accuracy"] < one["accuracy"] - 0.05
+    run = json.loads((tmp_path / "stage3-lr3-norm1" / "config.json").read_text())["config"]
+    assert (run["batch_size"], run["epochs"]) == (384, 6.0)
+    assert ("NOT PRIVATE" in left["statement"]) is not public
+    assert all("NOT PRIVATE" in line for line in lines) is not public

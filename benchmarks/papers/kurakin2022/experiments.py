@@ -1,6 +1,7 @@
 """What each experiment runs: rows of fields of `dpkernels.training.TrainConfig`.
 
 rates    the learning rate at each noise multiplier, for the smallest network: what "sizes" takes for all of them
+control  two larger networks at the most noise with a lower learning rate than that
 sizes    Appendix H and Figure 6 reduced: simpleVGGs of other widths, depths and numbers of blocks
 
 Appendix H trains networks of 32 channels and more on CIFAR-10 for 100 epochs. What is affordable here are a quarter of
@@ -61,4 +62,8 @@ def _sizes() -> list[Row]:
     ]
 
 
-EXPERIMENTS = {"rates": _rates, "sizes": _sizes}
+def _control() -> list[Row]:
+    return [Row(f"{network}, learning rate 0.1", fields(network, 3.5, 0.1)) for network in STUDY["channels"][1:]]
+
+
+EXPERIMENTS = {"rates": _rates, "control": _control, "sizes": _sizes}
