@@ -16,6 +16,7 @@ from dpkernels.clipping import check as compare_with_loop
 from dpkernels.layers import REGISTRY
 from dpkernels.optim import DPSGD
 from dpkernels.random import Domain, Key
+from dpkernels.transfer import SparseConv2d, SparseLinear, sparsify
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ def _tokens() -> Tensor:
     return torch.randint(0, 7, (_BATCH, 6))
 
 
+def _selected(module: nn.Module) -> nn.Module:
+    """The module with about a third of its weights as its only ones."""
+    model = nn.Sequential(module)
+    sparsify(model, {"0.weight": torch.rand_like(module.get_parameter("weight")) < 0.3})
+    return model[0]
+
+
 #: For each registered module type, a module and its input.
 SAMPLES: dict[type[nn.Module], Callable[[], tuple[nn.Module, Tensor]]] = {
     nn.Linear: lambda: (nn.Linear(7, 4), torch.randn(_BATCH, 3, 7)),
@@ -81,6 +89,8 @@ SAMPLES: dict[type[nn.Module], Callable[[], tuple[nn.Module, Tensor]]] = {
     nn.BatchNorm3d: lambda: (nn.BatchNorm3d(4).eval(), _images(4, 3, 4, 3)),
     nn.Embedding: lambda: (nn.Embedding(7, 4, padding_idx=0), _tokens()),
     nn.EmbeddingBag: lambda: (nn.EmbeddingBag(7, 4, mode="mean"), _tokens()),
+    SparseConv2d: lambda: (_selected(nn.Conv2d(4, 6, 3, stride=2, padding=1)), _images(4, 9, 8)),
+    SparseLinear: lambda: (_selected(nn.Linear(7, 4)), torch.randn(_BATCH, 3, 7)),
 }
 
 
