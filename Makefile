@@ -24,8 +24,9 @@ demo: build ## Train a classifier privately on real handwritten digits
 	@rm -rf runs/demo
 	$(BIN)/dpkernels train --dataset digits --epsilon 3 --out runs/demo
 
+# A worker for each CPU; a file's tests stay together, as their fixtures want. Memory, not CPUs, sets the most.
 test: cpp-test ## Run the C++ tests and the Python tests
-	DPKERNELS_SIMT=$(CPP) $(BIN)/python -m pytest
+	DPKERNELS_SIMT=$(CPP) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 cpp-test: $(STAMPS)/test
 	cmake -S . -B $(CPP) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(CMAKE_OPTIONS)

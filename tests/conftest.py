@@ -11,6 +11,13 @@ import torch
 from dpkernels import _native
 
 
+# Where several workers of pytest-xdist share the CPUs, none takes more threads than its part, nor do its processes.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+    threads = max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 @pytest.fixture(params=["baseline", "avx2", "avx512"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once for every instruction set that this CPU has."""
