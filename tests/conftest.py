@@ -1,6 +1,7 @@
 """Fixtures that several rooms' tests share."""
 
 import signal
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

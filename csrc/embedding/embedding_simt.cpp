@@ -21,8 +21,8 @@ EmbeddingParams<T> params_of(Call& call, const py::array& indices, const py::arr
   return params;
 }
 
-py::object squared_norms(const py::array& indices, const py::array& output_grads, const Optional& scales,
-                         int64_t padding_idx, const std::string& schedule) {
+py::object embedding_squared_norms(const py::array& indices, const py::array& output_grads, const Optional& scales,
+                                   int64_t padding_idx, const std::string& schedule) {
   return for_dtype<float, bfloat16, half>(output_grads, [&](auto zero) {
     using T = decltype(zero);
     Call call(schedule);
@@ -33,9 +33,9 @@ py::object squared_norms(const py::array& indices, const py::array& output_grads
   });
 }
 
-py::object clipped_sums(const py::array& indices, const py::array& output_grads, const Optional& scales,
-                        const py::array& weights, int64_t num_embeddings, int64_t padding_idx,
-                        const std::string& schedule) {
+py::object embedding_clipped_sums(const py::array& indices, const py::array& output_grads, const Optional& scales,
+                                  const py::array& weights, int64_t num_embeddings, int64_t padding_idx,
+                                  const std::string& schedule) {
   return for_dtype<float, bfloat16, half>(output_grads, [&](auto zero) {
     using T = decltype(zero);
     Call call(schedule);
@@ -49,10 +49,11 @@ py::object clipped_sums(const py::array& indices, const py::array& output_grads,
 }
 
 const Family embedding([](py::module_& m) {
-  m.def("embedding_squared_norms", squared_norms, py::arg("indices"), py::arg("output_grads"), py::arg("scales"),
-        py::kw_only(), py::arg("padding_idx") = -1, py::arg("schedule"));
-  m.def("embedding_clipped_sums", clipped_sums, py::arg("indices"), py::arg("output_grads"), py::arg("scales"),
-        py::arg("weights"), py::kw_only(), py::arg("num_embeddings"), py::arg("padding_idx") = -1, py::arg("schedule"));
+  m.def("embedding_squared_norms", embedding_squared_norms, py::arg("indices"), py::arg("output_grads"),
+        py::arg("scales"), py::kw_only(), py::arg("padding_idx") = -1, py::arg("schedule"));
+  m.def("embedding_clipped_sums", embedding_clipped_sums, py::arg("indices"), py::arg("output_grads"),
+        py::arg("scales"), py::arg("weights"), py::kw_only(), py::arg("num_embeddings"), py::arg("padding_idx") = -1,
+        py::arg("schedule"));
 });
 
 }  // namespace

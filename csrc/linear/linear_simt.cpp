@@ -6,8 +6,8 @@ namespace {
 
 using Optional = std::optional<py::array>;
 
-py::object squared_norms(const py::array& activations, const py::array& output_grads, bool weight, bool bias, bool tf32,
-                         const std::string& schedule) {
+py::object linear_squared_norms(const py::array& activations, const py::array& output_grads, bool weight, bool bias,
+                                bool tf32, const std::string& schedule) {
   return for_dtype<float, double, bfloat16, half>(activations, [&](auto zero) {
     using T = decltype(zero);
     Call call(schedule);
@@ -45,8 +45,8 @@ py::object forward(const py::array& activations, const py::array& weight, const 
   });
 }
 
-py::object clipped_sums(const py::array& activations, const py::array& output_grads, const py::array& weights,
-                        bool weight, bool bias, bool tf32, const std::string& schedule) {
+py::object linear_clipped_sums(const py::array& activations, const py::array& output_grads, const py::array& weights,
+                               bool weight, bool bias, bool tf32, const std::string& schedule) {
   return for_dtype<float, double, bfloat16, half>(activations, [&](auto zero) {
     using T = decltype(zero);
     Call call(schedule);
@@ -68,11 +68,11 @@ py::object clipped_sums(const py::array& activations, const py::array& output_gr
 }
 
 const Family linear([](py::module_& m) {
-  m.def("linear_squared_norms", squared_norms, py::arg("activations"), py::arg("output_grads"), py::kw_only(),
+  m.def("linear_squared_norms", linear_squared_norms, py::arg("activations"), py::arg("output_grads"), py::kw_only(),
         py::arg("weight") = true, py::arg("bias") = true, py::arg("tf32") = false, py::arg("schedule"));
   m.def("linear_forward", forward, py::arg("activations"), py::arg("weight"), py::arg("bias"), py::kw_only(),
         py::arg("schedule"));
-  m.def("linear_clipped_sums", clipped_sums, py::arg("activations"), py::arg("output_grads"), py::arg("weights"),
+  m.def("linear_clipped_sums", linear_clipped_sums, py::arg("activations"), py::arg("output_grads"), py::arg("weights"),
         py::kw_only(), py::arg("weight") = true, py::arg("bias") = true, py::arg("tf32") = false, py::arg("schedule"));
 });
 

@@ -38,7 +38,7 @@ py::object scatter(const py::array& images, const Arrays& wavelets, const Arrays
   });
 }
 
-const Family family([](py::module_& m) {
+const Family scatter_operators([](py::module_& m) {
   m.def("scatter", scatter, py::arg("images"), py::arg("wavelets"), py::arg("rows"), py::arg("columns"),
         py::arg("row_source"), py::arg("column_source"), py::arg("angles"), py::kw_only(), py::arg("schedule"));
 });
