@@ -1,7 +1,7 @@
 """Fixtures that several rooms' tests share."""
 
-import signal
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dpkernels import _native
-
 
 # Where several workers of pytest-xdist share the CPUs, none takes more threads than its part, nor do its processes.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ and "OMP_NUM_THREADS" not in os.environ:
