@@ -12,7 +12,7 @@ PICTURE = Path(__file__).parents[3] / "docs" / "results" / "kurakin2022_sizes.pn
 
 
 def sizes(results: Results) -> None:
-    """A panel for each way of growing, a line for each noise multiplier; and the same as a table."""
+    """A panel for each way of growing, a line for each noise multiplier, whose learning rate all networks share."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
