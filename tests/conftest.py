@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dpkernels import _native
+from dpkernels.data import ImageDataset, load_dataset
+from dpkernels.training import TrainConfig, resolve
 
 # Where several workers of pytest-xdist share the CPUs, none takes more threads than its part, nor do its processes.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ and "OMP_NUM_THREADS" not in os.environ:
@@ -46,7 +48,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     The processes have tests of their own.
     """
-    from dpkernels.training import workers
+    from dpkernels.search import workers
 
     calls: list[int] = []
 
@@ -70,5 +72,22 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return outcomes, None
 
     for module in ("sweep", "tune"):
-        monkeypatch.setattr(f"dpkernels.training.{module}.run_jobs", run_jobs)
+        monkeypatch.setattr(f"dpkernels.search.{module}.run_jobs", run_jobs)
     return calls
+
+
+@pytest.fixture(scope="session")
+def digits() -> ImageDataset:
+    """Real handwritten digits, which need no download."""
+    return load_dataset("digits")
+
+
+@pytest.fixture(scope="session")
+def small(digits: ImageDataset) -> Callable[..., TrainConfig]:
+    """The configuration of the small run, with changes."""
+
+    def make(**changes: Any) -> TrainConfig:
+        given = {"dataset": "digits", "batch_size": 479, "epochs": 4.0, "noise_multiplier": 2.0, "lr": 2.0}
+        return resolve(digits, given | changes)
+
+    return make

@@ -11,12 +11,12 @@ from typing import Any
 
 from dpkernels.cli import run_options
 from dpkernels.cli.parsing import add_privacy_target
-from dpkernels.training import grid, run_sweep
+from dpkernels.search import grid, run_sweep
+from dpkernels.search.sweep import SweepResult
+from dpkernels.search.sweep_progress import SweepProgress
+from dpkernels.search.sweep_report import Cost, Row, notes, summary, table
+from dpkernels.search.workers import Watcher
 from dpkernels.training.config import parse_value
-from dpkernels.training.sweep import SweepResult
-from dpkernels.training.sweep_progress import SweepProgress
-from dpkernels.training.sweep_report import Cost, Row, notes, summary, table
-from dpkernels.training.workers import Watcher
 
 
 def add_to(commands: Any) -> None:

@@ -14,11 +14,11 @@ from tqdm import tqdm
 from dpkernels.cli import run_options
 from dpkernels.cli.sweep import add_processes
 from dpkernels.data import load_dataset
-from dpkernels.training.draws import Draw, parse_draw
+from dpkernels.search.draws import Draw, parse_draw
+from dpkernels.search.mechanism import SCORE_NOISE, SCORES, Calibrated, Outlook, Search, calibrate, distribution
+from dpkernels.search.tune import Tuned, TuneFolder, go_on, start
+from dpkernels.search.workers import Job, Watcher
 from dpkernels.training.progress import terminal_size
-from dpkernels.training.search import SCORE_NOISE, SCORES, Calibrated, Outlook, Search, calibrate, distribution
-from dpkernels.training.tune import Tuned, TuneFolder, go_on, start
-from dpkernels.training.workers import Job, Watcher
 
 PACE_SECONDS = 3.0
 

@@ -8,14 +8,12 @@ from dpkernels.training.loop import Execution, RunResult, train
 from dpkernels.training.progress import Progress, default_progress
 from dpkernels.training.recipes import RECIPES, recipe
 from dpkernels.training.run_folder import EpochResult, RunFolder
-from dpkernels.training.sweep import Point, grid, run_sweep
 
 __all__ = [
     "RECIPES",
     "Checkpoint",
     "EpochResult",
     "Execution",
-    "Point",
     "Progress",
     "RunFolder",
     "RunResult",
@@ -23,11 +21,9 @@ __all__ = [
     "accuracy",
     "default_delta",
     "default_progress",
-    "grid",
     "learner",
     "load_checkpoint",
     "recipe",
     "resolve",
-    "run_sweep",
     "train",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpkernels.cli import main, tune
-from dpkernels.training import tune as search
+from dpkernels.search import tune as search
 
 RUN = ["tune", "--epochs", "2", "--batch-size", "479", "--draw", "lr=log:0.1:10", "--processes", "1"]
 

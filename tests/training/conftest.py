@@ -11,27 +11,11 @@ from typing import Any
 
 import pytest
 
-from dpkernels.data import ImageDataset, load_dataset
-from dpkernels.training import EpochResult, Execution, RunFolder, RunResult, TrainConfig, resolve, train
+from dpkernels.data import ImageDataset
+from dpkernels.training import EpochResult, Execution, RunFolder, RunResult, TrainConfig, train
 from dpkernels.training.progress import Silent
 
 STEPS = 12  # of the small run: four epochs of three steps
-
-
-@pytest.fixture(scope="session")
-def digits() -> ImageDataset:
-    return load_dataset("digits")
-
-
-@pytest.fixture(scope="session")
-def small(digits: ImageDataset) -> Callable[..., TrainConfig]:
-    """The configuration of the small run, with changes."""
-
-    def make(**changes: Any) -> TrainConfig:
-        given = {"dataset": "digits", "batch_size": 479, "epochs": 4.0, "noise_multiplier": 2.0, "lr": 2.0}
-        return resolve(digits, given | changes)
-
-    return make
 
 
 Run = Callable[..., RunResult]

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpkernels.training import Execution, Point, recipe, run_sweep
-from dpkernels.training.sweep_progress import SweepProgress
-from dpkernels.training.sweep_report import Cost, Row, table
+from dpkernels.search import Point, run_sweep
+from dpkernels.search.sweep_progress import SweepProgress
+from dpkernels.search.sweep_report import Cost, Row, table
+from dpkernels.training import Execution, recipe
 
 BATCH_SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 BASE_RATES = {"mnist": (1 / 4, 1 / 2, 1, 2), "fashion-mnist": (1 / 4, 1 / 2, 1, 2), "cifar10": (1 / 8, 1 / 4, 1 / 2, 1)}

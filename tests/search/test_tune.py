@@ -18,11 +18,12 @@ from safetensors import safe_open
 from dpkernels.accounting import Gaussian, Ledger
 from dpkernels.accounting.tuning import best_of_random_runs
 from dpkernels.data import ImageDataset
-from dpkernels.training import RunFolder, load_checkpoint, report, tune
-from dpkernels.training.draws import Draw, parse_draw
-from dpkernels.training.search import Calibrated, Outlook, Search, calibrate
-from dpkernels.training.tune import Tuned, TuneFolder, go_on, start
-from dpkernels.training.workers import Job, Watcher
+from dpkernels.search import tune
+from dpkernels.search.draws import Draw, parse_draw
+from dpkernels.search.mechanism import Calibrated, Outlook, Search, calibrate
+from dpkernels.search.tune import Tuned, TuneFolder, go_on, start
+from dpkernels.search.workers import Job, Watcher
+from dpkernels.training import RunFolder, load_checkpoint, report
 
 FIELDS = {"dataset": "digits", "epochs": 2.0, "batch_size": 479}
 LR = parse_draw("lr=log:0.1:10")
@@ -231,7 +232,7 @@ def test_what_was_stopped_goes_on_and_what_was_killed_is_made_anew(
 def test_in_constant_time_runs_beyond_the_number_do_not_count(
     tmp_path: Path, digits: ImageDataset, number: Any, in_this_process: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpkernels.training.search.CUT_SHARE", 0.9)  # for few of them
+    monkeypatch.setattr("dpkernels.search.mechanism.CUT_SHARE", 0.9)  # for few of them
     search = Search(FIELDS, (LR,), 8.0, mean_runs=1.05, constant_time=True)
     found = calibrate(search, digits)
     assert found.slots is not None

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dpkernels.accounting.tuning import all_runs
-from dpkernels.training import Point, RunFolder, grid, report, run_sweep, sweep_report
-from dpkernels.training.sweep_progress import SweepProgress
-from dpkernels.training.workers import Outcome, Watcher
+from dpkernels.search import Point, grid, run_sweep, sweep_report
+from dpkernels.search.sweep_progress import SweepProgress
+from dpkernels.search.workers import Outcome, Watcher
+from dpkernels.training import RunFolder, report
 
 BASE = {"dataset": "digits", "batch_size": 479, "epochs": 2.0, "noise_multiplier": 2.0, "lr": 2.0, "seed": 1}
 
@@ -115,7 +116,7 @@ def test_progress_counts_examples_from_where_runs_go_on(
 ) -> None:
     result = go(grid(BASE, {"lr": [1.0, 2.0]}), tmp_path)
     clock = iter([0.0, 4.0, 9.0])
-    monkeypatch.setattr("dpkernels.training.sweep_progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dpkernels.search.sweep_progress.time.monotonic", lambda: next(clock))
     progress = SweepProgress(result.rows, bar=False)  # of six steps each
     progress.step(0, 4)
     for step in (5, 6):

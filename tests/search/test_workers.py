@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dpkernels.accounting import Ledger
-from dpkernels.training import RunFolder, TrainConfig, load_checkpoint, report, workers
-from dpkernels.training.workers import Job, Outcome, Watcher, run_jobs
+from dpkernels.search import workers
+from dpkernels.search.workers import Job, Outcome, Watcher, run_jobs
+from dpkernels.training import RunFolder, TrainConfig, load_checkpoint, report
 
 STEPS = 12
 

@@ -38,15 +38,15 @@ from dpkernels import models
 from dpkernels.accounting import Bound, Ledger, Plan
 from dpkernels.accounting.tuning import TrainingRun, draw_number_of_runs
 from dpkernels.data import ImageDataset
+from dpkernels.search.mechanism import Calibrated, Outlook, Search, tuning_statement
+from dpkernels.search.sweep import prepare_features
+from dpkernels.search.workers import Job, Watcher, run_jobs
 from dpkernels.training import report
 from dpkernels.training.checkpoint import load_checkpoint
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_json
 from dpkernels.training.loop import SCORE, Execution, features_of
 from dpkernels.training.run_folder import RunFolder
-from dpkernels.training.search import Calibrated, Outlook, Search, tuning_statement
-from dpkernels.training.sweep import prepare_features
-from dpkernels.training.workers import Job, Watcher, run_jobs
 
 FORMAT = "dpkernels-tuned"
 

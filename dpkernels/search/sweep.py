@@ -17,12 +17,12 @@ from typing import Any
 from dpkernels.accounting import Plan
 from dpkernels.accounting.tuning import all_runs
 from dpkernels.data import ImageDataset, load_dataset
+from dpkernels.search.sweep_report import Cost, Row, document, write_pictures, write_state
+from dpkernels.search.workers import Job, Outcome, Watcher, run_jobs
 from dpkernels.training import report
 from dpkernels.training.config import TrainConfig, resolve
 from dpkernels.training.loop import Execution, features_of
 from dpkernels.training.run_folder import RunFolder
-from dpkernels.training.sweep_report import Cost, Row, document, write_pictures, write_state
-from dpkernels.training.workers import Job, Outcome, Watcher, run_jobs
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dpkernels.accounting.planning import planned_steps
 from dpkernels.accounting.statement import statement
 from dpkernels.accounting.tuning import TrainingRun, best_of_random_runs, most_runs, noise_multipliers
 from dpkernels.data import ImageDataset
+from dpkernels.search.draws import FREE, Draw
 from dpkernels.training.config import TrainConfig, resolve
-from dpkernels.training.draws import FREE, Draw
 
 SCORES = ("test", "train")
 SCORE_NOISE = 20.0

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dpkernels.accounting import Plan
+from dpkernels.search.workers import Outcome
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_json, write_text
-from dpkernels.training.workers import Outcome
 
 RELEASED = (
     "Every result of a grid is released: whoever reads this table has seen all runs. The composed epsilon holds for "

@@ -137,7 +137,7 @@ def run_jobs(
 class _Worker:
     """The driver's end of a worker process."""
 
-    PROGRAM = "from dpkernels.training.workers import main; main()"
+    PROGRAM = "from dpkernels.search.workers import main; main()"
 
     def __init__(self, threads: int) -> None:
         self.job: int | None = None
@@ -222,7 +222,7 @@ class _Told(Silent):
 
 
 def main() -> None:
-    """The life of a worker process: ``-c "from dpkernels.training.workers import main; main()" FILE_DESCRIPTOR``."""
+    """The life of a worker process: ``-c "from dpkernels.search.workers import main; main()" FILE_DESCRIPTOR``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says when to stop
     connection = Connection(int(sys.argv[1]))
     data: dict[Hashable, ImageDataset] = {}

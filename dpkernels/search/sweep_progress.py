@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
+from dpkernels.search.sweep_report import Row
+from dpkernels.search.workers import Outcome, Watcher
 from dpkernels.training.progress import remaining, terminal_size
-from dpkernels.training.sweep_report import Row
-from dpkernels.training.workers import Outcome, Watcher
 
 
 class SweepProgress(Watcher):
