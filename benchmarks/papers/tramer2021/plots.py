@@ -37,13 +37,22 @@ TABLE_1 = {
 COLOURS = {"linear": "tab:blue", "cnn": "tab:orange", "end-to-end": "tab:green", "decorrelated": "tab:purple"}
 
 
+AT = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0)
+
+
 def accuracy(results: Results) -> None:
-    """Figures 1 and 2: test accuracy against epsilon, an epoch a point, beside what the paper reports."""
+    """Figures 1 and 2: test accuracy against epsilon, an epoch a point, beside what the paper reports.
+
+    And as numbers, at the last epoch within an epsilon.
+    """
+    print(f"| | {' | '.join(f'{epsilon:g}' for epsilon in AT)} |\n| --- |{' --- |' * len(AT)}")
     for dataset, title in TITLES.items():
         figure, axes = _figure()
         for row, which, kind, label in _curves(dataset):
             if runs := [run for run in results.of(row) if run["curve"][0][which] is not None]:
                 epsilons, means, deviations = curve(runs, which)
+                last = [max(i for i, spent in enumerate(epsilons) if spent <= epsilon) for epsilon in AT]
+                print(f"| {title}, {label} | {' | '.join(f'{means[i]:.1f}' for i in last)} |")
                 seeds = f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
                 axes.plot(epsilons, means, color=COLOURS[kind], linewidth=1.5, label=f"{label} ({seeds})")
                 low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
