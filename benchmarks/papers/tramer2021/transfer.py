@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from dpkernels.data import ImageDataset, load_dataset, with_features
 
 SIDE = 128
+TOGETHER = 16  # images: activations of more leave the caches
 CHANNELS = 1280
 
 
@@ -35,6 +36,9 @@ class Features(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self._few(part) for part in images.split(TOGETHER)])
+
+    def _few(self, images: Tensor) -> Tensor:
         large = F.interpolate(images, size=(SIDE, SIDE), mode="bicubic", align_corners=False)
         return self.network.extract_features(large).mean(dim=(2, 3), keepdim=True)
 
