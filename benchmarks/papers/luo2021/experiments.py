@@ -3,7 +3,7 @@
 ablation       Table 3, with every parameter trained as a fourth variant, at epsilon 0.5, 1.0 and 1.5: the network was
                pre-trained on Fashion-MNIST, 10,000 images of MNIST are private, all reduced to 14x14
 ablation-cifar10   the same from five classes of CIFAR-10 to the other five (25,000 private images)
-rates          learning rates, tried on 10,000 other images of MNIST at epsilon 1.5
+rates          learning rates to try, on 10,000 other images of MNIST at epsilon 1.5
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OTHER = {"dataset": "mnist-other"}
 
 def fields(pair: str, variant: str, epsilon: float) -> dict[str, Any]:
     """The paper's section 5.8 (C = 1, momentum 0.9, warm-up of an epoch, cosine), but for 100 steps on a twentieth of
-    the data in place of 2,000 on a tenth, and with the learning rates that `rates` found for so few. The noise follows
-    from epsilon."""
+    the data in place of 2,000 on a tenth, and with other learning rates: see docs/results/luo2021.md for what they rest
+    on. The noise follows from epsilon."""
     size, epochs = PAIRS[pair].private_size, 5
     return {
         "dataset": pair,
