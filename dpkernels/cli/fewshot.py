@@ -18,7 +18,7 @@ from dpkernels.transfer import few_shot
 from dpkernels.transfer.fewshot import Fit
 
 _TRANSFER = ("init", "freeze", "sparse", "lr_body")
-_FIELDS = ("dataset", "model", "epsilon", "noise_multiplier", "delta", "lr", "max_grad_norm", "seed")
+_FIELDS = ("dataset", "image_size", "model", "epsilon", "noise_multiplier", "delta", "lr", "max_grad_norm", "seed")
 
 
 def add_to(commands: Any) -> None:
@@ -31,6 +31,7 @@ def add_to(commands: Any) -> None:
         "that of the examples of one task.",
     )
     parser.add_argument("--dataset", required=True, metavar="NAME", help=f"{', '.join(dataset_names())} or a folder")
+    parser.add_argument("--image-size", type=int, metavar="N", help="as for dpkernels train")
     parser.add_argument("--model", required=True, metavar="NAME", help=", ".join(model_names()))
     parser.add_argument("--init", metavar="FILE", help="weights of a public model, but for the classifier")
     parser.add_argument("--freeze", metavar="WHAT", help="as for dpkernels train")
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, print the result, and return the exit code."""
     given = {name: value for name in (*_TRANSFER, *_FIELDS) if (value := getattr(args, name)) is not None}
     size = args.ways * args.shots
-    dataset = load_dataset(args.dataset, args.data_root)
+    dataset = load_dataset(args.dataset, args.data_root, image_size=args.image_size)
     task = {"dataset_size": size, "batch_size": size, "epochs": args.steps, "schedule": "cosine", "optimizer": "sgd"}
     config = resolve(dataset, {**task, "momentum": 0.9, "normalization": "none", **given})
     split = dataset.test if args.split == "test" else dataset.train
