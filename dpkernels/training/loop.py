@@ -238,7 +238,9 @@ class _Run:
     @property
     def released(self) -> nn.Module:
         """What the run evaluates and leaves."""
-        return self.model if self.averaged is None else self.averaged.module
+        if self.averaged is None or not self.averaged.n_averaged:  # nothing was averaged before the first step
+            return self.model
+        return self.averaged.module
 
     def _accuracy(self, model: nn.Module) -> float:
         execution = self.execution

@@ -44,7 +44,7 @@ class Features(nn.Module):
 
 
 def efficientnet_features() -> ImageDataset:
-    """CIFAR-10 with every image replaced by its features, from the cache after the first time (20 minutes)."""
+    """CIFAR-10 with every image replaced by its features, from the cache after the first time."""
     return with_features(
         load_dataset("cifar10").scaled(-1.0, 1.0),
         Features(),
