@@ -19,6 +19,7 @@ class Domain(IntEnum):
     SAMPLING = 1
     NORMALIZATION = 2
     SELECTION = 3
+    SCORE = 4
 
 
 _forks = 0

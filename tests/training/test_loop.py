@@ -20,7 +20,7 @@ from safetensors.torch import load_model
 from dpkernels import models
 from dpkernels.accounting import Ledger, LedgerLockedError
 from dpkernels.data import ImageDataset, PoissonLoader
-from dpkernels.random import Key
+from dpkernels.random import Domain, Key
 from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, accuracy, load_checkpoint, loop, report
 from dpkernels.training.interrupt import StopSignal
 
@@ -303,6 +303,23 @@ def test_a_moving_average_is_what_the_run_leaves(
     other = models.create("linear", digits.input_shape, 10)
     load_model(other, str(resumed.folder.model))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_the_score_is_a_count_with_noise_of_a_stream_of_its_own(
+    tmp_path: Path, small: Small, run: Run, reference: RunResult, digits: ImageDataset
+) -> None:
+    config = small(seed=5, schedule="cosine", score_noise_multiplier=25.0)
+    result = run(config, tmp_path / "run")
+    assert same(result.folder, reference.folder)
+    model = models.create("linear", digits.input_shape, 10)
+    load_model(model, str(result.folder.model))
+    size, key = len(digits.train), Key.from_seed(5)
+    right = round(accuracy(model, digits.train) * size)
+    noise = key.grid_normal(Domain.SCORE, 0, 1, noise_std=25.0, grid=1.0).item()
+    assert result.metrics["train_accuracy"] == (right + noise) / config.dataset_size
+    assert noise != 0
+    with Ledger(result.folder.ledger, seeded=True) as ledger:
+        assert [entry.event for entry in ledger.entries() if entry.what == loop.SCORE] == [config.score_event]
 
 
 def test_workers(tmp_path: Path, small: Small, run: Run, reference: RunResult) -> None:
