@@ -140,9 +140,11 @@ class PrivateDataNorm(nn.Module):
         """The normalized features. Raises ValueError for another number of channels."""
         if features.dim() < 2 or features.size(1) != self.channels:
             raise ValueError(f"features must be [batch, {self.channels}, ...], got {tuple(features.shape)}")
-        shape = (-1, *[1] * (features.dim() - 2))
-        scale = (1 / self.std).to(features.dtype).view(shape)
-        shift = (-self.mean / self.std).to(features.dtype).view(shape)
+        # of an example's shape, not one by channel: rows without broadcasting inside take less than half the time
+        scale, shift = (
+            values.to(features.dtype).view(-1, *[1] * (features.dim() - 2)).expand(features.shape[1:]).contiguous()
+            for values in (1 / self.std, -self.mean / self.std)
+        )
         return torch.addcmul(shift, features, scale)
 
     @torch.no_grad()
