@@ -189,9 +189,12 @@ class PrivateDataNorm(nn.Module):
 
     def _contributions(self, rows: Tensor, how: NormRelease) -> Tensor:
         """Clipped means and mean squares [2, rows, channels] of [rows, channels, pixels]; zero where not finite."""
-        units = (rows.double() - self.mean[:, None]) / self.std[:, None]
+        rows = rows.double()
+        means = rows.mean(2)
+        squares = torch.linalg.vector_norm(rows, dim=2).square() / rows.size(2)
+        squares = (squares - 2 * self.mean * means + self.mean**2) / self.std**2  # in public units, as the means below
         parts = []
-        for values, bound in ((units.mean(2), how.mean_bound), (units.square().mean(2), how.square_bound)):
+        for values, bound in (((means - self.mean) / self.std, how.mean_bound), (squares, how.square_bound)):
             norms = values.norm(dim=1)
             clipped = values * (bound / norms.clamp(min=1e-300)).clamp(max=1)[:, None]
             parts.append(torch.where(norms.isfinite()[:, None], clipped, 0))
