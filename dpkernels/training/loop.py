@@ -159,9 +159,11 @@ class _Run:
         self.optimizer.load_state_dict(checkpoint.optimizer)
         if self.averaged is not None and checkpoint.averaged is not None:
             self.averaged.load_state_dict(checkpoint.averaged)
-        self.history = self.folder.read_history(checkpoint.step)
+        # What a stop measured between epochs goes: a run that was stopped ends with the history of one that was not.
+        self.history = [line for line in self.folder.read_history(checkpoint.step) if self._ends_epoch(line.step)]
         if self.diagnostics is not None:
             self.diagnostics.restore(checkpoint.step)
+            self.diagnostics.snapshots = [it for it in self.diagnostics.snapshots if self._ends_epoch(it.step)]
         self.seconds = checkpoint.seconds
         self._started = time.monotonic() - self.seconds
 

@@ -138,6 +138,8 @@ def test_a_stopped_seeded_run_goes_on_to_the_same_parameters(
     resumed = run(config, tmp_path / "run", resume=True)
     assert resumed.metrics["complete"]
     assert same(resumed.folder, reference.folder)
+    steps = [[line.step for line in result.folder.read_history(STEPS)] for result in (resumed, reference)]
+    assert steps[0] == steps[1]
     assert resumed.metrics["seconds"] > stopped.metrics["seconds"]
     assert resumed.metrics["epsilon_spent"] == reference.metrics["epsilon_spent"]
 
