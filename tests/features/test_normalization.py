@@ -76,6 +76,15 @@ def test_every_example_is_clipped() -> None:
     torch.testing.assert_close(parts[0, 3:6], rows[3:6].double().mean(2))
 
 
+def test_contributions_are_in_public_units() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = 3 + 2 * torch.randn(9, 5, 7, generator=generator, dtype=torch.float64)
+    norm = PrivateDataNorm(torch.linspace(-4, 4, 5), torch.linspace(0.2, 3, 5))
+    units = norm(rows)
+    parts = norm._contributions(rows, NormRelease(10, 1.0, 1e9, 1e9))
+    torch.testing.assert_close(parts, torch.stack([units.mean(2), units.square().mean(2)]), rtol=1e-12, atol=1e-12)
+
+
 def test_noise_is_that_of_the_accounting() -> None:
     """Over many releases of nothing: mean and mean square are noise alone, of sigma bound / count."""
     means, squares = [], []
