@@ -14,7 +14,7 @@ from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D  # ky
 
 from dpkernels.features import ScatterNet
 
-SHAPES = {(3, 32, 32): 64, (1, 28, 28): 192}  # images at a time: activations of both stay near the caches
+SHAPES = {(3, 32, 32): 64, (1, 28, 28): 192}  # images at a time
 
 
 def seconds_of(transform: torch.nn.Module | ScatteringTorch2D, images: torch.Tensor) -> float:
