@@ -5,6 +5,7 @@ from dpkernels.training.config import TrainConfig, default_delta, resolve
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.fewshot import learner
 from dpkernels.training.loop import Execution, RunResult, train
+from dpkernels.training.memory import keep_freed_memory
 from dpkernels.training.progress import Progress, default_progress
 from dpkernels.training.recipes import RECIPES, recipe
 from dpkernels.training.run_folder import EpochResult, RunFolder
@@ -21,6 +22,7 @@ __all__ = [
     "accuracy",
     "default_delta",
     "default_progress",
+    "keep_freed_memory",
     "learner",
     "load_checkpoint",
     "recipe",

@@ -34,6 +34,7 @@ from dpkernels.training.diagnostics import Diagnostics
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
+from dpkernels.training.memory import keep_freed_memory
 from dpkernels.training.objective import Objective, decayed_groups
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
@@ -90,7 +91,7 @@ def train(
     """Run `config` by `plan` on `dataset` in `folder`, which was claimed (or reclaimed, with `resume`).
 
     SIGINT and SIGTERM end it after the physical batch at hand: an unfinished logical batch is discarded, and what was
-    reached is evaluated and written.
+    reached is evaluated and written. From here on the process keeps the memory that it frees (`keep_freed_memory`).
 
     Raises:
         LedgerLockedError: another process trains in the folder.
@@ -98,6 +99,7 @@ def train(
         UnsupportedModelError, ValueError, RuntimeError, OSError: see the optimizers, the loader and the readers.
     """
     _check_labels(dataset)
+    keep_freed_memory()
     with Ledger(folder.ledger, budget=plan, seeded=config.seeded) as ledger:
         if not resume and (folder.exists or ledger.steps):
             raise FileExistsError(f"{folder.path} already holds a run: go on with it, or choose another folder")
