@@ -222,9 +222,10 @@ def _percent(accuracy: float | None) -> float | None:
 
 
 def curve(runs: Sequence[Mapping[str, Any]], which: int) -> tuple[list[float], list[float], list[float]]:
-    """Mean over seeds at every epoch: epsilon, accuracy, and its standard deviation. which: 2 for the last weights, 3
-    for their average, as in the record's curve."""
-    points = list(zip(*(run["curve"] for run in runs), strict=True))
+    """Mean over seeds at every epoch that all of them have: epsilon, accuracy, and its standard deviation. which: 2 for
+    the last weights, 3 for their average, as in the record's curve."""
+    epochs = set.intersection(*({point[0] for point in run["curve"]} for run in runs))
+    points = list(zip(*([point for point in run["curve"] if point[0] in epochs] for run in runs), strict=True))
     epsilons = [point[0][1] for point in points]
     accuracies = [[seed[which] for seed in point] for point in points]
     deviations = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in accuracies]

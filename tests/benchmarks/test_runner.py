@@ -66,3 +66,13 @@ def test_a_run_with_other_fields_is_another(tmp_path: Path) -> None:
     assert reread.get(Row("linear", DIGITS), 2) is None
     assert reread.get(Row("linear", DIGITS | {"lr": 1.0}), 1) is None
     assert reread.get(Row("linear", DIGITS, variant="odd"), 1) is None
+
+
+def test_a_curve_has_the_epochs_of_all_runs() -> None:
+    runs = [
+        {"curve": [[1.0, 0.4, 50.0, 51.0], [2.0, 0.6, 60.0, 61.0], [3.0, 0.7, 70.0, 71.0]]},
+        {"curve": [[1.0, 0.4, 54.0, 55.0], [3.0, 0.7, 72.0, 73.0]]},
+    ]
+    epsilons, means, deviations = curve(runs, 3)
+    assert (epsilons, means) == ([0.4, 0.7], [53.0, 72.0])
+    assert deviations == pytest.approx([8**0.5, 2**0.5])

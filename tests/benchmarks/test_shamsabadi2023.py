@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from PIL import Image
+
+from benchmarks.papers import pictures
 from benchmarks.papers.runner import Results, Row
 from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS, PAPER
+from benchmarks.papers.shamsabadi2023.plots import accuracy
 from benchmarks.papers.shamsabadi2023.within import within
 from dpkernels.data import load_dataset
 from dpkernels.training import resolve
@@ -34,3 +39,19 @@ def test_what_was_reached_within_an_epsilon(tmp_path: Path) -> None:
         results.add({"fields": row.fields, "variant": "", "seed": seed, "curve": curve})
     table = within({"small": lambda: [row], "none": lambda: [Row("other", {})]}, results, (0.3, 0.5, 0.7, 1.0))
     assert table.splitlines()[2:] == ["| small | row |  | 50.0 | 91.0 |  |"]
+
+
+def test_the_picture_has_a_panel_for_each_setting_that_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "PICTURES", tmp_path)
+    results = Results(tmp_path / "results.jsonl")
+    accuracy(results)
+    assert not list(tmp_path.iterdir())
+    rows = {row.name: row for row in EXPERIMENTS["accuracy"]()}
+    widths = []
+    for name in ("mnist-cnn-cross-entropy", "mnist-cnn-losing-less", "cifar10-scatternet-cnn-losing-less"):
+        curve = [[1.0, 0.4, 50.0, None], [2.0, 0.7, 60.0, None]]
+        results.add({"fields": rows[name].fields, "variant": "", "seed": 1, "curve": curve})
+        accuracy(results)
+        with Image.open(tmp_path / "shamsabadi2023_accuracy.png") as picture:
+            widths.append(picture.width)
+    assert widths == [420, 420, 840]

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks.papers.kurakin2022.experiments import BEST, QUIET, STUDY, fields
+from benchmarks.papers.pictures import new_figure, save
 from benchmarks.papers.runner import Results, Row, Summary
-from dpkernels.training.files import write_atomically
-
-PICTURE = Path(__file__).parents[3] / "docs" / "results" / "kurakin2022_sizes.png"
 
 
 def sizes(results: Results) -> None:
     """A panel for each way of growing, a line for each noise multiplier, whose learning rate all networks share."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.5, 4.0)
     print(f"| varied | network | {' | '.join(map(_label, BEST))} |\n| --- | --- |{' ---: |' * len(BEST)}")
     for panel, (varied, networks) in zip(figure.subplots(1, len(STUDY), sharey=True), STUDY.items(), strict=True):
         found = {sigma: [_accuracy(results, network, sigma) for network in networks] for sigma in BEST}
@@ -33,7 +25,7 @@ def sizes(results: Results) -> None:
         panel.grid(alpha=0.3)
     figure.axes[0].set_ylabel("test accuracy, percent")
     figure.axes[0].legend(frameon=False, fontsize="small")
-    write_atomically(PICTURE, lambda temporary: figure.savefig(temporary, format="png", dpi=100))
+    save(figure, "kurakin2022_sizes.png")
 
 
 def _accuracy(results: Results, network: str, sigma: float) -> Summary | None:

@@ -1,7 +1,7 @@
 """Tramèr & Boneh 2021: makes the runs of the paper's experiments, a few seeds each, and tells how they compare.
 
 python -m benchmarks.papers.tramer2021 accuracy --rows cifar10 --seeds 3
-python -m benchmarks.papers.tramer2021 plots
+python -m benchmarks.papers.tramer2021 plot-accuracy
 """
 
 from benchmarks.papers.runner import Paper, main

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.pictures import new_figure, save
 from benchmarks.papers.runner import Results, Row, curve
 from benchmarks.papers.tramer2021.experiments import EXPERIMENTS
 from dpkernels.accounting import noise_multiplier
-from dpkernels.training.files import write_atomically
 
-PICTURES = Path(__file__).parents[3] / "docs" / "results"
 TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 EPSILON = "\N{GREEK SMALL LETTER EPSILON}, at \N{GREEK SMALL LETTER DELTA} = 1e-5"
 
@@ -136,11 +134,7 @@ def sampling_rate(results: Results) -> None:
 
 
 def _figure(columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4 * columns, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4 * columns, 4.4)
     return figure, figure.subplots(1, columns, sharey=True)
 
 
@@ -157,8 +151,7 @@ def _save(figure: Any, name: str, percent: bool = True) -> None:
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=None))
             if number == 0:
                 panel.set_ylabel("test accuracy")
-    write_atomically(PICTURES / name, lambda temporary: figure.savefig(temporary, format="png", dpi=100))
-    print(name)
+    save(figure, name)
 
 
 PLOTS: dict[str, Callable[[Results], object]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.papers.pictures import new_figure, save
 from benchmarks.papers.runner import Results, Row, Summary
 from benchmarks.papers.zhao2019.experiments import (
     EPSILON,
@@ -27,9 +27,7 @@ from benchmarks.papers.zhao2019.experiments import (
 from dpkernels.data import load_dataset
 from dpkernels.random import Key
 from dpkernels.selection import DiversePublic
-from dpkernels.training.files import write_atomically
 
-PICTURES = Path(__file__).parents[3] / "docs" / "results"
 TITLES = {"mnist": "public pool of digits", "polluted": "a quarter of the pool is clothing"}
 RIGHT, WRONG = (0.2, 0.7, 0.2), (0.85, 0.1, 0.1)
 
@@ -37,7 +35,7 @@ RIGHT, WRONG = (0.2, 0.7, 0.2), (0.85, 0.1, 0.1)
 def curves(results: Results) -> None:
     """Figures 1 and 3: test accuracy against the number of labels, at equal epsilon; bars are one standard deviation
     over seeds."""
-    figure = _figure((10.5, 4.4))
+    figure = new_figure(10.5, 4.4)
     panels = figure.subplots(1, len(POOLS))
     found: dict[tuple[str, str, int], Row] = {
         (row.fields["pool"], row.fields["method"], row.fields["labels"]): row for row in rows()
@@ -68,7 +66,7 @@ def curves(results: Results) -> None:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy, %")
     panels[0].legend(frameon=False, fontsize="small")
-    _save(figure, "zhao2019_labels.png")
+    save(figure, "zhao2019_labels.png")
 
 
 def chosen(out: Path) -> None:
@@ -92,14 +90,14 @@ def chosen(out: Path) -> None:
             SCREENED.select(near.public, near.private, 100, ledger=None, key=Key.from_seed(1)),
         ),
     }
-    figure = _figure((10.5, 3.8))
+    figure = new_figure(10.5, 3.8)
     for axes, (title, (seen, indices)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         truth = data.pools["polluted"].labels[indices]
         right = (seen.public.logits[indices].argmax(1) == truth) & (indices < len(data.order))
         axes.imshow(_mosaic(images[indices, 0], right), interpolation="nearest")
         axes.set_title(title, fontsize="medium")
         axes.axis("off")
-    _save(figure, "zhao2019_chosen.png")
+    save(figure, "zhao2019_chosen.png")
 
 
 def _mosaic(images: Tensor, right: Tensor) -> np.ndarray[Any, Any]:
@@ -108,23 +106,3 @@ def _mosaic(images: Tensor, right: Tensor) -> np.ndarray[Any, Any]:
     tiles[:] = np.where(right.numpy()[:, None], RIGHT, WRONG)[:, None, None]
     tiles[:, 2:-2, 2:-2] = (images.double() / 255).numpy()[..., None]
     return tiles.reshape(10, 10, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(320, 320, 3)
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, name: str) -> None:
-    """With 64 colours, which takes a third of the bytes."""
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=100)
-    picture = Image.open(drawn).convert("RGB").quantize(64)
-    write_atomically(PICTURES / name, lambda temporary: picture.save(temporary, format="png", optimize=True))
-    print(name)

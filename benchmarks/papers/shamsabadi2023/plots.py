@@ -1,0 +1,34 @@
+"""The picture of docs/results/shamsabadi2023.md, from the runs that were made."""
+
+from __future__ import annotations
+
+from benchmarks.papers.pictures import new_figure, save
+from benchmarks.papers.runner import Results, curve
+from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS, SETTINGS
+
+EPSILON = "\N{GREEK SMALL LETTER EPSILON}, at \N{GREEK SMALL LETTER DELTA} = 1e-5"
+COLOURS = {"cross-entropy": "tab:blue", "losing-less": "tab:orange"}
+
+
+def accuracy(results: Results) -> None:
+    """Figures 3 and 4: test accuracy against epsilon, an epoch a point; a panel for each setting that was run."""
+    rows = {row.name: row for row in EXPERIMENTS["accuracy"]()}
+    found = {
+        setting: {loss: runs for loss in COLOURS if (runs := results.of(rows[f"{setting}-{loss}"]))}
+        for setting in SETTINGS
+    }
+    shown = {setting: runs for setting, runs in found.items() if runs}
+    if not shown:
+        return
+    figure = new_figure(4.2 * len(shown), 4.0)
+    for axes, (setting, by_loss) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        for loss, runs in by_loss.items():
+            epsilons, means, _ = curve(runs, 2)
+            seeds = f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
+            axes.plot(epsilons, means, color=COLOURS[loss], linewidth=1.5, label=f"{loss} ({seeds})")
+        axes.set_title(setting, fontsize="medium")
+        axes.set_xlabel(EPSILON)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize="small", loc="lower right")
+    figure.axes[0].set_ylabel("test accuracy, percent")
+    save(figure, "shamsabadi2023_accuracy.png")
