@@ -62,7 +62,7 @@ def accuracy(results: Results) -> None:
             axes.plot(*zip(*points, strict=True), "o", color=COLOURS[kind], markersize=5, markeredgecolor="black")
         axes.plot([], [], "o", color="white", markeredgecolor="black", label="the paper, same colours")
         least = min(value for points in TABLE_1[dataset].values() for _, value in points)
-        axes.set_ylim(bottom=least - (4 if dataset == "mnist" else 12))
+        axes.set_ylim(bottom=least - (4 if dataset == "mnist" else 16))
         axes.set_xlim(0, 3.1)
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel(EPSILON)
@@ -146,7 +146,7 @@ def _save(figure: Any, name: str, percent: bool = True) -> None:
         return
     for number, panel in enumerate(figure.axes):
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize="small", loc="lower right")
+        panel.legend(frameon=False, fontsize="small", loc="best")
         if percent:
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=None))
             if number == 0:
