@@ -9,6 +9,7 @@ from typing import Any
 from dpkernels.training.files import write_atomically
 
 PICTURES = Path(__file__).parents[2] / "docs" / "results"
+EPSILON = "\N{GREEK SMALL LETTER EPSILON}, at \N{GREEK SMALL LETTER DELTA} = 1e-5"  # label of an axis
 
 
 def new_figure(width: float, height: float) -> Any:

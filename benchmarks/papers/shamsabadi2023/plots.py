@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.pictures import new_figure, save
+from benchmarks.papers.pictures import EPSILON, new_figure, save
 from benchmarks.papers.runner import Results, curve
 from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS, SETTINGS
 
-EPSILON = "\N{GREEK SMALL LETTER EPSILON}, at \N{GREEK SMALL LETTER DELTA} = 1e-5"
 COLOURS = {"cross-entropy": "tab:blue", "losing-less": "tab:orange"}
 
 

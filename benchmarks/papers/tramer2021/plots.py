@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.papers.pictures import new_figure, save
+from benchmarks.papers.pictures import EPSILON, new_figure, save
 from benchmarks.papers.runner import Results, Row, curve
 from benchmarks.papers.tramer2021.experiments import EXPERIMENTS
 from dpkernels.accounting import noise_multiplier
 
 TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
-EPSILON = "\N{GREEK SMALL LETTER EPSILON}, at \N{GREEK SMALL LETTER DELTA} = 1e-5"
 
 # Table 1 of the paper, (epsilon, accuracy in percent): linear models and networks on features, and the best end-to-end
 # network of the works that it compares with; at 3 its own (figure 2).
