@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def seeds(runs: Sized) -> str:
+    """How many runs stand behind a line, in words."""
+    return f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
 
 
 def save(figure: Any, name: str) -> None:

@@ -47,11 +47,17 @@ def test_the_picture_has_a_panel_for_each_setting_that_was_run(tmp_path: Path, m
     accuracy(results)
     assert not list(tmp_path.iterdir())
     rows = {row.name: row for row in EXPERIMENTS["accuracy"]()}
-    widths = []
-    for name in ("mnist-cnn-cross-entropy", "mnist-cnn-losing-less", "cifar10-scatternet-cnn-losing-less"):
+    sizes = []
+    for name in (
+        "mnist-cnn-cross-entropy",
+        "mnist-cnn-losing-less",
+        "cifar10-scatternet-cnn-losing-less",
+        "cifar10-cnn-losing-less",
+        "fashion-mnist-scatternet-cnn-losing-less",
+    ):
         curve = [[1.0, 0.4, 50.0, None], [2.0, 0.7, 60.0, None]]
         results.add({"fields": rows[name].fields, "variant": "", "seed": 1, "curve": curve})
         accuracy(results)
         with Image.open(tmp_path / "shamsabadi2023_accuracy.png") as picture:
-            widths.append(picture.width)
-    assert widths == [420, 420, 840]
+            sizes.append(picture.size)
+    assert sizes == [(420, 360), (420, 360), (840, 360), (1260, 360), (1260, 720)]  # three panels abreast

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.pictures import EPSILON, new_figure, save
+from benchmarks.papers.pictures import EPSILON, new_figure, save, seeds
 from benchmarks.papers.runner import Results, curve
 from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS, SETTINGS
 
@@ -19,15 +19,18 @@ def accuracy(results: Results) -> None:
     shown = {setting: runs for setting, runs in found.items() if runs}
     if not shown:
         return
-    figure = new_figure(4.2 * len(shown), 4.0)
-    for axes, (setting, by_loss) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+    columns = min(3, len(shown))
+    lines = -(-len(shown) // columns)
+    figure = new_figure(4.2 * columns, 3.6 * lines)
+    for number, (setting, by_loss) in enumerate(shown.items()):
+        axes = figure.add_subplot(lines, columns, number + 1)
         for loss, runs in by_loss.items():
             epsilons, means, _ = curve(runs, 2)
-            seeds = f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
-            axes.plot(epsilons, means, color=COLOURS[loss], linewidth=1.5, label=f"{loss} ({seeds})")
+            axes.plot(epsilons, means, color=COLOURS[loss], linewidth=1.5, label=f"{loss} ({seeds(runs)})")
         axes.set_title(setting, fontsize="medium")
         axes.set_xlabel(EPSILON)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize="small", loc="lower right")
-    figure.axes[0].set_ylabel("test accuracy, percent")
+        if number % columns == 0:
+            axes.set_ylabel("test accuracy, percent")
     save(figure, "shamsabadi2023_accuracy.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.papers.pictures import EPSILON, new_figure, save
+from benchmarks.papers.pictures import EPSILON, new_figure, save, seeds
 from benchmarks.papers.runner import Results, Row, curve
 from benchmarks.papers.tramer2021.experiments import EXPERIMENTS
 from dpkernels.accounting import noise_multiplier
@@ -50,8 +50,7 @@ def accuracy(results: Results) -> None:
                 epsilons, means, deviations = curve(runs, which)
                 last = [max(i for i, spent in enumerate(epsilons) if spent <= epsilon) for epsilon in AT]
                 print(f"| {title}, {label} | {' | '.join(f'{means[i]:.1f}' for i in last)} |")
-                seeds = f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
-                axes.plot(epsilons, means, color=COLOURS[kind], linewidth=1.5, label=f"{label} ({seeds})")
+                axes.plot(epsilons, means, color=COLOURS[kind], linewidth=1.5, label=f"{label} ({seeds(runs)})")
                 low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
                 high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
                 axes.fill_between(epsilons, low, high, color=COLOURS[kind], alpha=0.2, linewidth=0)
