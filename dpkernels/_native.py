@@ -2,15 +2,9 @@
 and they were built, on CUDA (``_C_cuda``), and the pybind11 module ``_host``."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import torch
-
-# On CPUs with AMX, torch's bfloat16 products of batches of matrices let NaN of one example reach its neighbour (torch
-# 2.13; seen with 33 columns): its gradient would be dropped with the other's, more than an example may change. oneDNN
-# reads this at its first use.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def _explain(error: Exception) -> ImportError:

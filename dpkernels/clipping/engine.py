@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpkernels.clipping import loss, rounding
 from dpkernels.clipping.patch import is_patched, patch, unpatch
+from dpkernels.clipping.products import require_apart
 from dpkernels.clipping.survey import survey
 from dpkernels.layers import Layer, Record, Rule
 from dpkernels.ops.clip import clip_factors, require_max_grad_norm
@@ -139,7 +140,8 @@ class GhostClipper:
         Raises:
             ValueError: ``losses`` is not [batch].
             RuntimeError: backward already ran on this batch or graph, a captured activation does not have the batch
-                first, a trainable parameter took no part, or a gradient reached a parameter outside its module.
+                first, a trainable parameter took no part, a gradient reached a parameter outside its module, or torch's
+                bfloat16 products mix examples on this CPU (`clipping/products.py`).
         """
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -247,6 +249,7 @@ class GhostClipper:
             raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
         ctx.emitted_for = object() if summing else batch
         self._check_rows(record)
+        require_apart(record.output_grad)
         reused = any(batch.uses[p] > 1 for p in parameters)
         if summing:
             if not reused:
