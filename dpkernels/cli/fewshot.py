@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dpkernels.cli.parsing import add_privacy_target
 from dpkernels.data import dataset_names, load_dataset
 from dpkernels.models import names as model_names
-from dpkernels.training import learner, resolve
+from dpkernels.training import keep_freed_memory, learner, resolve
 from dpkernels.training.files import write_json
 from dpkernels.transfer import few_shot
 from dpkernels.transfer.fewshot import Fit
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     split = dataset.test if args.split == "test" else dataset.train
     fit = learner(config, dataset.input_shape, args.ways)
     counts = {name: getattr(args, name) for name in ("ways", "shots", "queries", "trials")}
+    keep_freed_memory()
     with tqdm(total=args.trials, unit="trial", disable=None) as bar:
         result = few_shot(split, _counted(fit, bar), **counts, seed=0 if config.seed is None else config.seed)
     plan = config.plan()

@@ -27,6 +27,7 @@ from dpkernels.training import recipe
 QUIET = 0.01  # a noise multiplier below all other randomness; 0 is refused, since no plan could state its privacy
 SIZES = {"mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000}
 AVERAGED_EPOCHS = 6.0
+DECORRELATED = {"features": "scatternet-whitened"}
 
 
 def averaged(fields: dict[str, Any]) -> dict[str, Any]:
@@ -74,17 +75,16 @@ def _same_noise() -> list[Row]:
             fields["noise_multiplier"] = classic_noise(fields["dataset"], fields["batch_size"], fields["epochs"], norm)
             del fields["epsilon"]
             rows.append(Row(row.name, fields, row.paper))
-            rows.append(Row(f"{row.name}-decorrelated", fields | {"features": "scatternet-whitened"}, row.paper))
+            rows.append(Row(f"{row.name}-decorrelated", fields | DECORRELATED, row.paper))
     return rows
 
 
 def _decorrelated() -> list[Row]:
-    rows = [
-        Row(row.name, row.fields | {"features": "scatternet-whitened"}, row.paper)
+    return [
+        Row(row.name, row.fields | DECORRELATED, row.paper)
         for row in _accuracy()
         if row.name.endswith("scatternet-linear")
     ]
-    return rows
 
 
 def _normalization() -> list[Row]:
@@ -117,7 +117,7 @@ def _non_private() -> list[Row]:
             Row(f"{dataset}-none", linear | {"normalization": "none"}, none),
             Row(f"{dataset}-group", linear | {"normalization": "group", "groups": groups}, group),
             Row(f"{dataset}-data", linear | exact, data),
-            Row(f"{dataset}-data-decorrelated", linear | exact | {"features": "scatternet-whitened"}),
+            Row(f"{dataset}-data-decorrelated", linear | exact | DECORRELATED),
             Row(f"{dataset}-scatternet-cnn", linear | exact | {"model": "scatternet_cnn"}, on_features),
         ]
         network = _quiet(recipe(f"tramer2021-{dataset}-cnn")) | {"batch_size": 512, "lr": lr, "epochs": 20}
