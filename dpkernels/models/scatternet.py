@@ -18,7 +18,7 @@ from dpkernels.models._shapes import check_count, check_shape, flat_features
 Normalization = int | nn.Module | None
 Variant = Literal["mnist", "cifar10", "cifar10-small"]
 
-_VARIANTS: dict[tuple[int, ...], Variant] = {(81, 7, 7): "mnist", (243, 8, 8): "cifar10"}
+_VARIANTS: dict[int, Variant] = {81: "mnist", 243: "cifar10"}  # by channels
 
 
 def scatternet_linear(
@@ -42,12 +42,12 @@ def scatternet_cnn(
 
     shape, normalization: as in `scatternet_linear`. variant: "mnist" is Table 8 (33,066 parameters for (81, 7, 7)),
     "cifar10" Table 9 (187,210 for (243, 8, 8)), "cifar10-small" its variant with 16-16-32-32 filters; None picks by the
-    shapes of the paper, and raises ValueError for another shape. Output [batch, num_classes].
+    number of channels, 81 or 243, and raises ValueError for another one. Output [batch, num_classes].
     """
     sizes = check_shape("shape", shape, rank=3)
     classes = check_count("num_classes", num_classes)
-    variant = variant or _VARIANTS.get(sizes)
     channels = sizes[0]
+    variant = variant or _VARIANTS.get(channels)
     if variant == "mnist":
         layers = [*_convolution(channels, 16, stride=2), *_convolution(16, 32)]
         hidden = 32
@@ -59,7 +59,9 @@ def scatternet_cnn(
         layers += [*_convolution(16, 32), *_convolution(32, 32)]
         hidden = 0
     elif variant is None:
-        raise ValueError(f"shape must be one of {list(_VARIANTS)} where variant is None, got {sizes}")
+        raise ValueError(
+            f"shape must have {' or '.join(map(str, _VARIANTS))} channels where variant is None, got {sizes}"
+        )
     else:
         raise ValueError(f"variant must be 'mnist', 'cifar10', 'cifar10-small' or None, got {variant!r}")
 

@@ -18,7 +18,7 @@ from dpkernels.features import NormRelease
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine")
-FEATURES = ("none", "scatternet", "scatternet-whitened")
+FEATURES = ("none", "scatternet", "scatternet-mirrored", "scatternet-whitened", "scatternet-mirrored-whitened")
 NORMALIZATIONS = ("none", "group", "public", "private")
 LOSSES: dict[str, tuple[str, ...]] = {
     "cross-entropy": (),
@@ -79,8 +79,8 @@ class TrainConfig:
     loss_gamma: float | None = None
     """The power of the focal loss."""
     features: str = "none"
-    """What images are replaced by before training: "none", "scatternet", or "scatternet-whitened", where its channels
-    are decorrelated by statistics of synthetic images."""
+    """What images are replaced by before training: "none" or "scatternet"; "-mirrored" takes what an image's features
+    and its mirror image's have in common, "-whitened" decorrelates channels by statistics of synthetic images."""
     normalization: str = "none"
     """Of the model's input: "none", "group" (each example alone), "public" (by statistics of synthetic images) or
     "private" (by statistics of the training data, which are part of the plan)."""

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from dpkernels import models
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
 from dpkernels.data import ImageDataset, PoissonLoader, with_features
-from dpkernels.features import GroupNorm, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
+from dpkernels.features import GroupNorm, Mirrored, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.random import Domain
@@ -364,8 +364,10 @@ def features_of(config: TrainConfig, image_shape: tuple[int, ...]) -> Features |
     """Those that `config` names, for images of `image_shape`; None where the model sees the images."""
     if config.features == "none":
         return None
-    net = ScatterNet(image_shape)
-    if config.features == "scatternet":
+    _, *more = config.features.split("-")
+    scatter = ScatterNet(image_shape)
+    net = Mirrored(scatter) if "mirrored" in more else scatter
+    if "whitened" not in more:
         return Features(net, net.feature_shape, net.fingerprint)
     whitening = PublicWhitening(public_statistics(net, image_shape, value_range=PIXELS))
     fingerprint = f"{net.fingerprint} {whitening.fingerprint}"

@@ -84,7 +84,8 @@ def test_resnet_sizes_agree_with_the_published_networks() -> None:
         (models.scatternet_cnn(GRAY, nn.Identity()), GRAY, 10),
         (models.scatternet_cnn(COLOUR, 81), COLOUR, 10),
         (models.scatternet_cnn(COLOUR, variant="cifar10-small"), COLOUR, 10),
-        (models.scatternet_cnn((81, 8, 8), variant="mnist"), (81, 8, 8), 10),
+        (models.scatternet_cnn((81, 8, 8)), (81, 8, 8), 10),
+        (models.scatternet_cnn((243, 8, 5)), (243, 8, 5), 10),
         (models.resnet18(10, stem="cifar"), (3, 32, 32), 10),
         (models.resnet50(5, stem="imagenet", in_channels=1), (1, 64, 64), 5),
         (models.linear((1, 8, 8)), (1, 8, 8), 10),
@@ -199,7 +200,7 @@ def test_create_chooses_the_stem_by_the_image_size() -> None:
         (lambda: models.resnet18(10, groups=48), ValueError, "groups must divide 64.*got 48"),
         (lambda: models.scatternet_linear(GRAY, 7), ValueError, "groups that divides 81, got 7"),
         (lambda: models.scatternet_linear(GRAY, "bn"), TypeError, "normalization must be a number of groups.*got str"),
-        (lambda: models.scatternet_cnn((81, 8, 8)), ValueError, "shape must be one of"),
+        (lambda: models.scatternet_cnn((80, 7, 7)), ValueError, "shape must have 81 or 243 channels"),
         (lambda: models.scatternet_cnn(GRAY, variant="big"), ValueError, "variant must be .*got 'big'"),
     ],
 )

@@ -110,7 +110,7 @@ def test_an_unknown_recipe() -> None:
         ({"groups": 9}, "groups must be given with normalization='group' and only then"),
         ({"normalization": "public"}, "normalization must be none or group without features"),
         ({"norm_noise_multiplier": 8.0}, "norm_noise_multiplier must be given with normalization='private'"),
-        ({"features": "sift"}, "features must be one of none, scatternet, scatternet-whitened"),
+        ({"features": "sift"}, "features must be one of none, scatternet, scatternet-mirrored"),
         ({"normalization": "batch"}, "normalization must be one of none, group, public, private"),
         ({"norm_noise_multiplier": 0.0}, "norm_noise_multiplier must be a finite number > 0"),
     ],
@@ -190,6 +190,8 @@ def test_statistics_that_were_lost_are_not_made_again(
         {"normalization": "public"},
         {"normalization": "group", "groups": 27},
         {"normalization": "public", "features": "scatternet-whitened"},
+        {"normalization": "public", "features": "scatternet-mirrored"},
+        {"normalization": "public", "features": "scatternet-mirrored-whitened"},
     ],
 )
 def test_normalization_that_is_free(
