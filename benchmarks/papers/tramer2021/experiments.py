@@ -133,6 +133,7 @@ def _non_private() -> list[Row]:
             Row(f"{dataset}-group", linear | {"normalization": "group", "groups": groups}, group),
             Row(f"{dataset}-data", linear | exact, data),
             Row(f"{dataset}-data-decorrelated", linear | exact | DECORRELATED),
+            Row(f"{dataset}-data-mirrored-decorrelated", linear | exact | BOTH),
             Row(f"{dataset}-scatternet-cnn", linear | exact | {"model": "scatternet_cnn"}, on_features),
         ]
         network = _quiet(recipe(f"tramer2021-{dataset}-cnn")) | {"batch_size": 512, "lr": lr, "epochs": 20}

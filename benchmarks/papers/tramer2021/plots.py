@@ -31,7 +31,13 @@ TABLE_1 = {
         "end-to-end": [(3.0, 59.2)],
     },
 }
-COLOURS = {"linear": "tab:blue", "cnn": "tab:orange", "end-to-end": "tab:green", "decorrelated": "tab:purple"}
+COLOURS = {
+    "linear": "tab:blue",
+    "cnn": "tab:orange",
+    "end-to-end": "tab:green",
+    "decorrelated": "tab:purple",
+    "mirrored": "tab:red",
+}
 
 
 AT = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0)
@@ -70,11 +76,12 @@ def accuracy(results: Results) -> None:
 def _curves(dataset: str) -> list[tuple[Row, int, str, str]]:
     """Row, which weights (2 the last ones, 3 their average), kind and label of each line."""
     rows = {row.name: row for row in EXPERIMENTS["accuracy"]()}
-    better = {row.name: row for row in EXPERIMENTS["decorrelated"]()}
+    decorrelated, mirrored = ({row.name: row for row in EXPERIMENTS[name]()} for name in ("decorrelated", "mirrored"))
     linear = f"{dataset}-scatternet-linear"
     return [
         (rows[linear], 2, "linear", "linear on features"),
-        (better[linear], 3, "decorrelated", "linear, decorrelated, averaged"),
+        (decorrelated[linear], 3, "decorrelated", "linear, decorrelated, averaged"),
+        (mirrored[f"{linear}-mirrored-decorrelated"], 3, "mirrored", "linear, mirrored, decorrelated, averaged"),
         (rows[f"{dataset}-scatternet-cnn"], 2, "cnn", "network on features"),
         (rows[f"{dataset}-cnn"], 2, "end-to-end", "network end to end"),
     ]
