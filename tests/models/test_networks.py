@@ -85,6 +85,7 @@ def test_resnet_sizes_agree_with_the_published_networks() -> None:
         (models.scatternet_cnn(COLOUR, 81), COLOUR, 10),
         (models.scatternet_cnn(COLOUR, variant="cifar10-small"), COLOUR, 10),
         (models.scatternet_cnn((81, 8, 8)), (81, 8, 8), 10),
+        (models.scatternet_cnn((81, 8, 8), variant="mnist"), (81, 8, 8), 10),
         (models.scatternet_cnn((243, 8, 5)), (243, 8, 5), 10),
         (models.resnet18(10, stem="cifar"), (3, 32, 32), 10),
         (models.resnet50(5, stem="imagenet", in_channels=1), (1, 64, 64), 5),

@@ -110,7 +110,11 @@ def test_an_unknown_recipe() -> None:
         ({"groups": 9}, "groups must be given with normalization='group' and only then"),
         ({"normalization": "public"}, "normalization must be none or group without features"),
         ({"norm_noise_multiplier": 8.0}, "norm_noise_multiplier must be given with normalization='private'"),
-        ({"features": "sift"}, "features must be one of none, scatternet, scatternet-mirrored"),
+        (
+            {"features": "sift"},
+            "features must be one of none, scatternet, scatternet-mirrored, scatternet-whitened, "
+            "scatternet-mirrored-whitened",
+        ),
         ({"normalization": "batch"}, "normalization must be one of none, group, public, private"),
         ({"norm_noise_multiplier": 0.0}, "norm_noise_multiplier must be a finite number > 0"),
     ],
