@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(dataset: ImageDataset, given: dict[str, Any], args: argparse.Namespace) -> TrainConfig:
     """Plain SGD. Without momentum 1 / (1 - momentum) times the rate goes as far."""
-    config = resolve(dataset, given)
+    config = resolve(dataset, {"normalization": "none", **given})
     lr = config.lr / (1 - config.momentum) if args.lr is None else args.lr
     return dataclasses.replace(config, lr=lr, momentum=0.0, dataset_size=config.dataset_size + args.canaries // 2)
 

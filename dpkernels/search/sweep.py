@@ -20,8 +20,9 @@ from dpkernels.data import ImageDataset, load_dataset
 from dpkernels.search.sweep_report import Cost, Row, document, write_pictures, write_state
 from dpkernels.search.workers import Job, Outcome, Watcher, run_jobs
 from dpkernels.training import report
+from dpkernels.training.build import features_of
 from dpkernels.training.config import TrainConfig, resolve
-from dpkernels.training.loop import Execution, features_of
+from dpkernels.training.loop import Execution
 from dpkernels.training.run_folder import RunFolder
 
 
@@ -150,7 +151,7 @@ def prepare_features(jobs: Sequence[Job]) -> None:
     for (name, features, root), config in kinds.items():
         if features != "none":
             dataset = load_dataset(name, root)
-            if (found := features_of(config, dataset.input_shape)) is not None:
+            if (found := features_of(config.features, dataset.input_shape)) is not None:
                 found.of(dataset)
 
 

@@ -42,10 +42,11 @@ from dpkernels.search.mechanism import Calibrated, Outlook, Search, tuning_state
 from dpkernels.search.sweep import prepare_features
 from dpkernels.search.workers import Job, Watcher, run_jobs
 from dpkernels.training import report
+from dpkernels.training.build import features_of
 from dpkernels.training.checkpoint import load_checkpoint
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_json
-from dpkernels.training.loop import SCORE, Execution, features_of
+from dpkernels.training.loop import SCORE, Execution
 from dpkernels.training.run_folder import RunFolder
 
 FORMAT = "dpkernels-tuned"
@@ -140,7 +141,7 @@ def _lay_down(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder,
 
 def _check_model(config: TrainConfig, dataset: ImageDataset) -> None:
     """Raises ValueError where the model does not take the images, before anything is spent."""
-    features = features_of(config, dataset.input_shape)
+    features = features_of(config.features, dataset.input_shape)
     models.create(config.model, dataset.input_shape if features is None else features.shape, dataset.num_classes)
 
 

@@ -9,6 +9,7 @@ from dpkernels.training.memory import keep_freed_memory
 from dpkernels.training.progress import Progress, default_progress
 from dpkernels.training.recipes import RECIPES, recipe
 from dpkernels.training.run_folder import EpochResult, RunFolder
+from dpkernels.training.trained import TrainedModel, load_trained
 
 __all__ = [
     "RECIPES",
@@ -19,12 +20,14 @@ __all__ = [
     "RunFolder",
     "RunResult",
     "TrainConfig",
+    "TrainedModel",
     "accuracy",
     "default_delta",
     "default_progress",
     "keep_freed_memory",
     "learner",
     "load_checkpoint",
+    "load_trained",
     "recipe",
     "resolve",
     "train",

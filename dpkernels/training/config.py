@@ -82,8 +82,8 @@ class TrainConfig:
     """What images are replaced by before training: "none" or "scatternet"; "-mirrored" takes what an image's features
     and its mirror image's have in common, "-whitened" decorrelates channels by statistics of synthetic images."""
     normalization: str = "none"
-    """Of the model's input: "none", "group" (each example alone), "public" (by statistics of synthetic images) or
-    "private" (by statistics of the training data, which are part of the plan)."""
+    """Of the model's input, pixels or features: "none", "group" (each example alone), "public" (by statistics of
+    synthetic images) or "private" (by statistics of the training data, which are part of the plan)."""
     groups: int | None = None
     """Of group normalization."""
     norm_noise_multiplier: float | None = None
@@ -135,8 +135,6 @@ class TrainConfig:
                     f"{name} must be given with normalization={kind!r} and only then, got {getattr(self, name)!r} with "
                     f"normalization={self.normalization!r}"
                 )
-        if self.normalization in {"public", "private"} and self.features == "none":
-            raise ValueError(f"normalization must be none or group without features, got {self.normalization!r}")
         if self.sparse is not None and self.init is None:
             raise ValueError(
                 f"sparse must be given with init only, got {self.sparse!r} without: the largest weights are those of a "
@@ -225,6 +223,8 @@ def resolve(dataset: ImageDataset, given: Mapping[str, Any]) -> TrainConfig:
         values["warmup"] = 0.05
     if given.get("features", "none") != "none":
         values |= {"model": "scatternet_linear", "normalization": "private"}
+    elif given.get("init") is not None:
+        values["normalization"] = "none"  # a public model expects pixels as it was trained on
     if given.get("normalization", values.get("normalization")) == "private":
         values["norm_noise_multiplier"] = NORM_NOISE
     values |= loss_defaults(given.get("loss", "cross-entropy"), dataset.name, given.get("features", "none"))
@@ -260,7 +260,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": {"model": "linear", "batch_size": 512, "epochs": 36.0, "lr": 4.0, "max_grad_norm": 0.1},
     "mnist": _MNIST,
     "fashion-mnist": {**_MNIST, "batch_size": 2048, "lr": 4.0},
-    "cifar10": _CIFAR,
+    "cifar10": {**_CIFAR, "normalization": "public"},
 }
 
 

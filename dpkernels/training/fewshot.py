@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dpkernels import models
 from dpkernels.accounting import Ledger
 from dpkernels.data import PoissonLoader
+from dpkernels.training.build import build_optimizer
 from dpkernels.training.config import TrainConfig
-from dpkernels.training.loop import build_optimizer
 from dpkernels.training.objective import Objective
 from dpkernels.training.schedules import scheduler
 from dpkernels.training.transfer import prepare

@@ -10,24 +10,18 @@ with the parameters that it would have had.
 from __future__ import annotations
 
 import json
-import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch import nn
 
-from dpkernels import models
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
-from dpkernels.data import ImageDataset, PoissonLoader, with_features
-from dpkernels.features import GroupNorm, Mirrored, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
-from dpkernels.optim import DPSGD, DPAdam, DPAdamW
-from dpkernels.optim.private import PrivateOptimizer
+from dpkernels.data import ImageDataset, PoissonLoader
+from dpkernels.features import PrivateDataNorm
 from dpkernels.random import Domain
 from dpkernels.training import report
+from dpkernels.training.build import build_model, build_optimizer, features_of, moving_average
 from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.diagnostics import Diagnostics
@@ -35,13 +29,13 @@ from dpkernels.training.evaluation import accuracy
 from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
 from dpkernels.training.memory import keep_freed_memory
-from dpkernels.training.objective import Objective, decayed_groups
+from dpkernels.training.objective import Objective
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
 from dpkernels.training.schedules import scheduler
-from dpkernels.training.transfer import dense, parameter_groups, prepare
+from dpkernels.training.trained import write_trained
+from dpkernels.training.transfer import dense, prepare
 
-PIXELS = (0.0, 1.0)  # what pixels are scaled to before features are taken, as in the paper
 SCORE = "number of right answers on the training data"  # in the ledger
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into writing checkpoints
@@ -131,11 +125,12 @@ class _Run:
         execution: Execution,
         progress: Progress,
     ) -> None:
-        features = features_of(config, dataset.input_shape)
+        features = features_of(config.features, dataset.input_shape)
+        self.image_shape = dataset.input_shape
         self.dataset = dataset if features is None else features.of(dataset)
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
-        self.model = build_model(config, self.dataset, features, dataset.input_shape)
+        self.model = build_model(config, self.dataset, features, self.image_shape)
         self.told = prepare(config, self.model)
         self.model = self.model.to(execution.device)
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
@@ -305,9 +300,8 @@ class _Run:
             spent=epsilon_spent(self.ledger, self.plan),
             train_accuracy=train_accuracy,
         )
-        scale = self.dataset.test.value_range
         released = dense(self.config, self.released)
-        report.write_model(self.folder.model, released, self.config, self.plan, pixel_range=scale)
+        write_trained(self.folder.model, released, self.config, self.plan, self.dataset, self.image_shape)
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
         if self.diagnostics is not None:
             self.diagnostics.draw()
@@ -333,82 +327,6 @@ class _Run:
         right = round(accuracy(self.released, train, device=device, batch_size=rows) * len(train))
         noise = self.optimizer.key.grid_normal(Domain.SCORE, 0, 1, noise_std=sigma, grid=1.0).item()
         return min(max((right + noise) / self.plan.dataset_size, 0.0), 1.0)
-
-
-def moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """The exponential moving average of `model`'s weights: after n updates the decay is at most (1 + n) / (10 + n), so
-    that the first weights are soon forgotten."""
-
-    def average(averaged: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
-        count = int(updates)
-        return averaged.lerp(current, 1 - min(decay, (1 + count) / (10 + count)))
-
-    return AveragedModel(model, avg_fn=average)
-
-
-@dataclass(frozen=True)
-class Features:
-    """What images are replaced by before training: of each image alone, and free of privacy."""
-
-    transform: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
-    fingerprint: str
-
-    def of(self, dataset: ImageDataset) -> ImageDataset:
-        """Those of `dataset`, from the cache or computed now."""
-        images = dataset.scaled(*PIXELS)
-        return with_features(images, self.transform, shape=self.shape, fingerprint=self.fingerprint)
-
-
-def features_of(config: TrainConfig, image_shape: tuple[int, ...]) -> Features | None:
-    """Those that `config` names, for images of `image_shape`; None where the model sees the images."""
-    if config.features == "none":
-        return None
-    _, *more = config.features.split("-")
-    scatter = ScatterNet(image_shape)
-    net = Mirrored(scatter) if "mirrored" in more else scatter
-    if "whitened" not in more:
-        return Features(net, net.feature_shape, net.fingerprint)
-    whitening = PublicWhitening(public_statistics(net, image_shape, value_range=PIXELS))
-    fingerprint = f"{net.fingerprint} {whitening.fingerprint}"
-    return Features(nn.Sequential(net, whitening), net.feature_shape, fingerprint)
-
-
-def build_model(
-    config: TrainConfig, dataset: ImageDataset, features: Features | None, image_shape: tuple[int, ...]
-) -> nn.Module:
-    """The untrained model; the same initial weights for the same seed. torch's own generator is left as it was.
-
-    Where the configuration has a normalization it comes first, by public statistics at most: the private ones are
-    released later. features: what `dataset` has instead of images of `image_shape`.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
-        network = models.create(config.model, dataset.input_shape, dataset.num_classes)
-    if config.normalization == "none":
-        return network
-    if config.normalization == "group":
-        assert config.groups is not None
-        return nn.Sequential(GroupNorm(config.groups, dataset.input_shape[0]), network)
-    assert features is not None
-    public = public_statistics(features.transform, image_shape, value_range=PIXELS)
-    return nn.Sequential(PrivateDataNorm(public.mean, public.std), network)
-
-
-def build_optimizer(config: TrainConfig, plan: Plan, model: nn.Module, ledger: Ledger) -> PrivateOptimizer:
-    """The private optimizer that `config` names."""
-    shared: dict[str, Any] = {
-        "lr": config.lr,
-        "max_grad_norm": config.max_grad_norm,
-        "weight_decay": config.weight_decay,
-        "params": parameter_groups(config, model) or decayed_groups(config, model),
-        "ledger": ledger,
-        "seed": config.seed,
-    }
-    if config.optimizer == "sgd":
-        return DPSGD(model, plan, momentum=config.momentum, nesterov=config.nesterov, **shared)
-    kind: Callable[..., PrivateOptimizer] = {"adam": DPAdam, "adamw": DPAdamW}[config.optimizer]
-    return kind(model, plan, **shared)
 
 
 def epsilon_spent(ledger: Ledger, plan: Plan) -> float:

@@ -32,12 +32,12 @@ def _recipe(batch_size: int, base_lr: float, epochs: float, epsilon: float = 3.0
 
 
 def _table13(
-    dataset: str, cnn: str, rows: dict[str, tuple[int, float, float]], norm: dict[str, Any]
+    dataset: str, cnn: dict[str, Any], rows: dict[str, tuple[int, float, float]], norm: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     kinds = {
         "scatternet-linear": {"features": "scatternet", "model": "scatternet_linear", **norm},
         "scatternet-cnn": {"features": "scatternet", "model": "scatternet_cnn", **norm},
-        "cnn": {"model": cnn},
+        "cnn": cnn,
     }
     return {
         f"tramer2021-{dataset}-{kind}": {"dataset": dataset, **_recipe(*rows[kind]), **more}
@@ -60,19 +60,19 @@ _TABLE_13: dict[str, dict[str, Any]] = {
     # (batch size, learning rate for batches of 512, epochs)
     **_table13(
         "mnist",
-        "mnist_cnn",
+        {"model": "mnist_cnn"},
         {"scatternet-linear": (4096, 1, 40), "scatternet-cnn": (1024, 1 / 2, 25), "cnn": (512, 1 / 2, 40)},
         _PRIVATE,
     ),
     **_table13(
         "fashion-mnist",
-        "mnist_cnn",
+        {"model": "mnist_cnn"},
         {"scatternet-linear": (8192, 1, 40), "scatternet-cnn": (2048, 1, 40), "cnn": (2048, 1, 40)},
         _GROUP,
     ),
     **_table13(
         "cifar10",
-        "cifar10_cnn",
+        {"model": "cifar10_cnn", "normalization": "public"},
         {"scatternet-linear": (8192, 1 / 4, 60), "scatternet-cnn": (8192, 1 / 4, 60), "cnn": (1024, 1 / 2, 30)},
         _PRIVATE,
     ),

@@ -1,9 +1,8 @@
-"""What a run leaves behind: metrics, a plot of accuracy against epsilon, the model's weights."""
+"""What a run leaves behind beside its model: metrics, and a plot of accuracy against epsilon."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from dpkernels.accounting import Plan
 from dpkernels.training.config import TrainConfig
@@ -78,28 +76,6 @@ def metrics(
         "versions": versions(),
         "statement": statement,
     }
-
-
-def write_model(
-    path: Path, model: nn.Module, config: TrainConfig, plan: Plan, *, pixel_range: tuple[float, float]
-) -> None:
-    """The weights as safetensors; tied ones are stored once.
-
-    What it is, what its input must be scaled to, and what it guarantees go into the metadata.
-    """
-    from safetensors.torch import save_model
-
-    metadata = {
-        "dataset": config.dataset,
-        "model": config.model,
-        "features": config.features,
-        "normalization": config.normalization,
-        "pixel_range": json.dumps(pixel_range),
-        "epsilon": repr(plan.epsilon),
-        "delta": repr(plan.delta),
-        "private": str(not config.seeded).lower(),
-    }
-    write_atomically(path, lambda temporary: save_model(model, str(temporary), metadata=metadata))
 
 
 def write_plot(path: Path, config: TrainConfig, plan: Plan, history: Sequence[EpochResult]) -> None:

@@ -8,10 +8,11 @@ import torch
 from benchmarks.papers.tramer2021 import spread
 from benchmarks.papers.tramer2021.__main__ import PAPER
 from benchmarks.papers.tramer2021.experiments import SIZES, classic_noise
+from benchmarks.papers.tramer2021.pixels import MEAN, STD, imagenet_units
 from benchmarks.papers.tramer2021.shuffle import shuffled_batch
 from dpkernels.data import load_dataset
 from dpkernels.random import Key
-from dpkernels.training import resolve
+from dpkernels.training import build, resolve
 from dpkernels.training.config import check_values
 
 
@@ -40,6 +41,17 @@ def test_shuffled_batches_visit_every_example_once_an_epoch() -> None:
     assert not torch.equal(shuffled_batch(key, 0, size, 0.4), shuffled_batch(Key.from_seed(4), 0, size, 0.4))
     first, second = (shuffled_batch(key, step, size, 0.4) for step in (0, 5))
     assert not torch.equal(first, second)
+
+
+def test_the_papers_pixels_change_what_features_are_taken_of() -> None:
+    digits = load_dataset("digits")
+    with imagenet_units():
+        low, high = build.PIXELS
+        images, _ = digits.scaled(*build.PIXELS).test.batch(torch.arange(9))
+    assert (low * STD + MEAN, high * STD + MEAN) == pytest.approx((0, 1))
+    plain, _ = digits.scaled(*build.PIXELS).test.batch(torch.arange(9))
+    assert torch.allclose(images * STD + MEAN, plain, atol=1e-6)
+    assert build.PIXELS == (0.0, 1.0)
 
 
 def test_the_spread_is_over_the_papers_grid() -> None:

@@ -23,7 +23,7 @@ from dpkernels.search.draws import Draw, parse_draw
 from dpkernels.search.mechanism import Calibrated, Outlook, Search, calibrate
 from dpkernels.search.tune import Tuned, TuneFolder, go_on, start
 from dpkernels.search.workers import Job, Watcher
-from dpkernels.training import RunFolder, load_checkpoint, report
+from dpkernels.training import RunFolder, accuracy, load_checkpoint, load_trained, report
 
 FIELDS = {"dataset": "digits", "epochs": 2.0, "batch_size": 479}
 LR = parse_draw("lr=log:0.1:10")
@@ -160,6 +160,7 @@ def test_only_the_best_run_is_left(
     assert metrics["epsilon"] == calibrated.bound.upper > eyes.jobs[0].plan.epsilon
     with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
         assert float(file.metadata()["epsilon"]) == calibrated.bound.upper
+    assert accuracy(load_trained(tmp_path), digits.scaled(0.0, 1.0).test) == metrics["test_accuracy"]
     text = "".join((tmp_path / name).read_text() for name in RELEASED[:2])
     for index, job in enumerate(eyes.jobs):
         assert (repr(job.config.lr) in text) == (index == best)

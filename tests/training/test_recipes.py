@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpkernels.accounting import Gaussian
-from dpkernels.data import ImageDataset, ImageSplit
+from dpkernels.data import ArraySplit, ImageDataset, ImageSplit
 from dpkernels.models import create
 from dpkernels.training import RECIPES, Execution, RunFolder, TrainConfig, recipe, resolve, train
 
@@ -50,6 +50,7 @@ def test_table_13() -> None:
         values = recipe(f"tramer2021-{name}")
         assert (values["batch_size"], values["lr"], values["epochs"]) == wanted
     assert recipe("tramer2021-fashion-mnist-scatternet-cnn")["groups"] == 27
+    assert recipe("tramer2021-cifar10-cnn")["normalization"] == "public"
 
 
 def test_table_5() -> None:
@@ -108,7 +109,6 @@ def test_an_unknown_recipe() -> None:
     [
         ({"normalization": "group"}, "groups must be given with normalization='group'"),
         ({"groups": 9}, "groups must be given with normalization='group' and only then"),
-        ({"normalization": "public"}, "normalization must be none or group without features"),
         ({"norm_noise_multiplier": 8.0}, "norm_noise_multiplier must be given with normalization='private'"),
         (
             {"features": "sift"},
@@ -130,6 +130,14 @@ def test_features_bring_a_linear_model_and_private_statistics() -> None:
     assert config.compose_with == (Gaussian(32.0 / 2**0.5),)
     free = resolve(like("mnist"), {"dataset": "mnist", "features": "scatternet", "normalization": "public"})
     assert free.compose_with == ()
+
+
+def test_pixels_of_cifar10_are_normalized_by_public_statistics_unless_a_public_model_saw_others() -> None:
+    data = like("cifar10")
+    assert resolve(data, {"dataset": "cifar10"}).normalization == "public"
+    assert resolve(data, {"dataset": "cifar10", "init": "weights.pt"}).normalization == "none"
+    assert resolve(data, {"dataset": "cifar10", "init": "weights.pt", "normalization": "public"}).compose_with == ()
+    assert resolve(data, {"dataset": "cifar10", "features": "scatternet"}).normalization == "private"
 
 
 @pytest.fixture
@@ -206,3 +214,46 @@ def test_normalization_that_is_free(
     folder.claim()
     train(config, config.plan(), digits, folder, execution=Execution(physical_batch_size=100))
     assert all(entry["step"] for entry in json.loads(folder.ledger.read_text())["entries"])
+
+
+def test_pixels_are_normalized_in_units_of_synthetic_images(
+    small: Callable[..., TrainConfig], digits: ImageDataset, tmp_path: Path
+) -> None:
+    ranges = {}
+    for name, data in (("symmetric", digits), ("unit", digits.scaled(0.0, 1.0))):
+        folder = RunFolder(tmp_path / name)
+        folder.claim()
+        config = small(normalization="public", epochs=0.5)
+        train(config, config.plan(), data, folder)
+        weights = torch.load(folder.checkpoint, weights_only=True)["model"]
+        ends = torch.tensor(data.test.value_range, dtype=torch.float64)
+        ranges[name] = (ends - weights["0.mean"]) / weights["0.std"]
+    # grey is 0.5 with a contrast of 0.2, so that black and white lie 2.5 from it, whatever pixels were scaled to
+    assert ranges["unit"].tolist() == pytest.approx([-2.5, 2.5], abs=0.1)
+    assert torch.allclose(ranges["unit"], ranges["symmetric"], atol=1e-5)
+
+
+def test_private_statistics_of_pixels_are_paid_for(
+    small: Callable[..., TrainConfig], digits: ImageDataset, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = small(normalization="private", norm_noise_multiplier=4.0, seed=2)
+    result = run(config, tmp_path / "run")
+    first = json.loads(result.folder.ledger.read_text())["entries"][0]
+    assert (first["what"], first["noise_multiplier"]) == ("normalization statistics", 4.0 / 2**0.5)
+    weights = torch.load(result.folder.checkpoint, weights_only=True)["model"]
+    pixels = digits.train.batch(torch.arange(len(digits.train)))[0].double()
+    assert weights["0.mean"].item() == pytest.approx(pixels.mean().item(), abs=0.1)
+    assert weights["0.std"].item() == pytest.approx(pixels.std().item(), rel=0.1)
+
+
+def test_features_that_the_user_brings_have_no_public_statistics(
+    small: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    split = ArraySplit(torch.zeros(20, 5), torch.arange(20) % 10)
+    data = ImageDataset("brought", tuple("0123456789"), split, split)
+    for config in (small(normalization="public"), small(normalization="private", norm_noise_multiplier=8.0)):
+        folder = RunFolder(tmp_path / config.normalization)
+        folder.claim()
+        with pytest.raises(ValueError, match="normalization must be none or group for brought, which holds no images"):
+            train(config, config.plan(), data, folder)
+        assert not folder.exists

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from benchmarks.papers.pictures import EPSILON, new_figure, save, seeds
 from benchmarks.papers.runner import Results, curve
-from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS, SETTINGS
+from benchmarks.papers.shamsabadi2023.experiments import EXPERIMENTS, SETTINGS, SYMMETRIC
 
 COLOURS = {"cross-entropy": "tab:blue", "losing-less": "tab:orange"}
 
 
 def accuracy(results: Results) -> None:
     """Figures 3 and 4: test accuracy against epsilon, an epoch a point; a panel for each setting that was run."""
-    rows = {row.name: row for row in EXPERIMENTS["accuracy"]()}
+    rows = {row.name: row for experiment in ("accuracy", "symmetric") for row in EXPERIMENTS[experiment]()}
     found = {
         setting: {loss: runs for loss in COLOURS if (runs := results.of(rows[f"{setting}-{loss}"]))}
-        for setting in SETTINGS
+        for setting in (*SETTINGS, SYMMETRIC)
     }
     shown = {setting: runs for setting, runs in found.items() if runs}
     if not shown:

@@ -6,6 +6,7 @@ python -m benchmarks.papers.tramer2021 plot-accuracy
 
 from benchmarks.papers.runner import Paper, main
 from benchmarks.papers.tramer2021.experiments import EXPERIMENTS
+from benchmarks.papers.tramer2021.pixels import imagenet_units
 from benchmarks.papers.tramer2021.plots import PLOTS
 from benchmarks.papers.tramer2021.shuffle import random_shuffle
 from benchmarks.papers.tramer2021.transfer import efficientnet_features
@@ -14,7 +15,7 @@ PAPER = Paper(
     "tramer2021",
     EXPERIMENTS,
     extras=PLOTS,
-    variants={"shuffle": random_shuffle},
+    variants={"shuffle": random_shuffle, "imagenet-units": imagenet_units},
     datasets={"cifar10-efficientnet": efficientnet_features},
 )
 

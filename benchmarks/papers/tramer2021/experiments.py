@@ -12,6 +12,7 @@ sampling       Table 19: batches by shuffling instead of Poisson sampling; no ac
 batch-size     Figure 7: linear scaling of the learning rate
 noise          Figures 3 and 11: convergence with and without noise at a low and a high learning rate
 smaller        Table 20: a smaller end-to-end CNN
+symmetric      the end-to-end CNNs on CIFAR-10 on pixels in [-1, 1] instead of units of their spread
 transfer       Figure 5 and Table 17: linear models on features of a network that public images trained, at epsilon 2
 
 Runs that are private keep a moving average of the weights beside the weights themselves, which changes nothing in them.
@@ -128,9 +129,14 @@ def _non_private() -> list[Row]:
         linear = _quiet(recipe(f"tramer2021-{dataset}-scatternet-linear")) | {"batch_size": 512, "lr": lr, "epochs": 20}
         for name in ("groups", "normalization", "norm_noise_multiplier"):
             linear.pop(name, None)
-        rows += [
+        by_scale = [
             Row(f"{dataset}-none", linear | {"normalization": "none"}, none),
             Row(f"{dataset}-group", linear | {"normalization": "group", "groups": groups}, group),
+        ]
+        rows += by_scale
+        if dataset == "cifar10":
+            rows += map(_imagenet_units, by_scale)
+        rows += [
             Row(f"{dataset}-data", linear | exact, data),
             Row(f"{dataset}-data-decorrelated", linear | exact | DECORRELATED),
             Row(f"{dataset}-data-mirrored-decorrelated", linear | exact | BOTH),
@@ -139,6 +145,10 @@ def _non_private() -> list[Row]:
         network = _quiet(recipe(f"tramer2021-{dataset}-cnn")) | {"batch_size": 512, "lr": lr, "epochs": 20}
         rows.append(Row(f"{dataset}-cnn", network, end_to_end))
     return rows
+
+
+def _imagenet_units(row: Row) -> Row:
+    return Row(f"{row.name}-imagenet-units", row.fields, row.paper, "imagenet-units")
 
 
 def _quiet(fields: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +210,15 @@ def _smaller() -> list[Row]:
     ]
 
 
+def _symmetric() -> list[Row]:
+    quiet = [row for row in _non_private() if row.name == "cifar10-cnn"]
+    return [
+        Row(f"{row.name}-symmetric{ending}", row.fields | {"normalization": "none"}, row.paper)
+        for rows, ending in ((_smaller(), ""), (quiet, "-non-private"))
+        for row in rows
+    ]
+
+
 def _transfer() -> list[Row]:
     """The paper's networks (ResNeXt on CIFAR-100, SimCLR) are not at hand; the values are theirs all the same."""
     paper = {"resnext": (80.0, 0.0), "simclr": (92.7, 0.0)}
@@ -224,5 +243,6 @@ EXPERIMENTS = {
     "batch-size": _batch_size,
     "noise": _noise,
     "smaller": _smaller,
+    "symmetric": _symmetric,
     "transfer": _transfer,
 }
