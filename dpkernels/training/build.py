@@ -21,36 +21,47 @@ from dpkernels.training.config import TrainConfig
 from dpkernels.training.objective import decayed_groups
 from dpkernels.training.transfer import parameter_groups
 
-PIXELS = (0.0, 1.0)  # what pixels are scaled to before features are taken
+UNIT = (0.0, 1.0)
+PHOTOGRAPH = (-2.5, 2.5)  # units of synthetic images' spread, around their mean
 PUBLIC_SHAPE = (32, 32)  # of synthetic images for statistics of pixels, which hardly depend on it
 
 
 @dataclass(frozen=True)
 class Features:
-    """What images are replaced by before training: of each image alone, and free of privacy."""
+    """What images are replaced by before training: of each image alone, and free of privacy.
+
+    pixel_range: what pixels are scaled to before. Those of photographs lie around 0, as in the paper's code: else their
+    mean outweighs all else in the groups of a group normalization that have a low-pass channel. What is drawn on black
+    keeps its 0.
+    """
 
     transform: nn.Module
     shape: tuple[int, ...]
     fingerprint: str
+    pixel_range: tuple[float, float]
 
     def of(self, dataset: ImageDataset) -> ImageDataset:
         """Those of `dataset`, from the cache or computed now."""
-        images = dataset.scaled(*PIXELS)
+        images = dataset.scaled(*self.pixel_range)
         return with_features(images, self.transform, shape=self.shape, fingerprint=self.fingerprint)
 
 
 def features_of(name: str, image_shape: tuple[int, ...]) -> Features | None:
-    """Those of a name in `FEATURES`, for images of `image_shape`; None where the model sees the images."""
+    """Those of a name in `FEATURES`, for images of `image_shape`; None where the model sees the images.
+
+    Three channels are taken for a photograph's.
+    """
     if name == "none":
         return None
     _, *more = name.split("-")
+    pixel_range = PHOTOGRAPH if image_shape[0] == 3 else UNIT
     scatter = ScatterNet(image_shape)
     net = Mirrored(scatter) if "mirrored" in more else scatter
     if "whitened" not in more:
-        return Features(net, net.feature_shape, net.fingerprint)
-    whitening = PublicWhitening(public_statistics(net, image_shape, value_range=PIXELS))
+        return Features(net, net.feature_shape, net.fingerprint, pixel_range)
+    whitening = PublicWhitening(public_statistics(net, image_shape, value_range=pixel_range))
     fingerprint = f"{net.fingerprint} {whitening.fingerprint}"
-    return Features(nn.Sequential(net, whitening), net.feature_shape, fingerprint)
+    return Features(nn.Sequential(net, whitening), net.feature_shape, fingerprint, pixel_range)
 
 
 def build_model(

@@ -8,8 +8,8 @@ import torch
 from benchmarks.papers.tramer2021 import spread
 from benchmarks.papers.tramer2021.__main__ import PAPER
 from benchmarks.papers.tramer2021.experiments import SIZES, classic_noise
-from benchmarks.papers.tramer2021.pixels import MEAN, STD, imagenet_units
 from benchmarks.papers.tramer2021.shuffle import shuffled_batch
+from benchmarks.papers.tramer2021.unit_pixels import unit_pixels
 from dpkernels.data import load_dataset
 from dpkernels.random import Key
 from dpkernels.training import build, resolve
@@ -43,15 +43,13 @@ def test_shuffled_batches_visit_every_example_once_an_epoch() -> None:
     assert not torch.equal(first, second)
 
 
-def test_the_papers_pixels_change_what_features_are_taken_of() -> None:
-    digits = load_dataset("digits")
-    with imagenet_units():
-        low, high = build.PIXELS
-        images, _ = digits.scaled(*build.PIXELS).test.batch(torch.arange(9))
-    assert (low * STD + MEAN, high * STD + MEAN) == pytest.approx((0, 1))
-    plain, _ = digits.scaled(*build.PIXELS).test.batch(torch.arange(9))
-    assert torch.allclose(images * STD + MEAN, plain, atol=1e-6)
-    assert build.PIXELS == (0.0, 1.0)
+def test_the_variant_of_unit_pixels_takes_features_of_pixels_in_0_to_1() -> None:
+    with unit_pixels():
+        inside = build.features_of("scatternet", (3, 32, 32))
+    outside = build.features_of("scatternet", (3, 32, 32))
+    assert inside is not None
+    assert outside is not None
+    assert (inside.pixel_range, outside.pixel_range) == ((0.0, 1.0), (-2.5, 2.5))
 
 
 def test_the_spread_is_over_the_papers_grid() -> None:

@@ -6,16 +6,16 @@ python -m benchmarks.papers.tramer2021 plot-accuracy
 
 from benchmarks.papers.runner import Paper, main
 from benchmarks.papers.tramer2021.experiments import EXPERIMENTS
-from benchmarks.papers.tramer2021.pixels import imagenet_units
 from benchmarks.papers.tramer2021.plots import PLOTS
 from benchmarks.papers.tramer2021.shuffle import random_shuffle
 from benchmarks.papers.tramer2021.transfer import efficientnet_features
+from benchmarks.papers.tramer2021.unit_pixels import unit_pixels
 
 PAPER = Paper(
     "tramer2021",
     EXPERIMENTS,
     extras=PLOTS,
-    variants={"shuffle": random_shuffle, "imagenet-units": imagenet_units},
+    variants={"shuffle": random_shuffle, "unit-pixels": unit_pixels},
     datasets={"cifar10-efficientnet": efficientnet_features},
 )
 

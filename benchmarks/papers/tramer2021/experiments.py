@@ -112,7 +112,8 @@ def _normalization() -> list[Row]:
         "public": {"normalization": "public"},
         **{f"private-{s}": {"normalization": "private", "norm_noise_multiplier": float(s)} for s in (8, 32, 100)},
     }
-    return [Row(f"cifar10-{name}", base | kind) for name, kind in kinds.items()]
+    rows = [Row(f"cifar10-{name}", base | kind) for name, kind in kinds.items()]
+    return rows + [_unit_pixels(row) for row in rows if row.fields["normalization"] in {"none", "group"}]
 
 
 def _non_private() -> list[Row]:
@@ -135,7 +136,7 @@ def _non_private() -> list[Row]:
         ]
         rows += by_scale
         if dataset == "cifar10":
-            rows += map(_imagenet_units, by_scale)
+            rows += map(_unit_pixels, by_scale)
         rows += [
             Row(f"{dataset}-data", linear | exact, data),
             Row(f"{dataset}-data-decorrelated", linear | exact | DECORRELATED),
@@ -147,8 +148,8 @@ def _non_private() -> list[Row]:
     return rows
 
 
-def _imagenet_units(row: Row) -> Row:
-    return Row(f"{row.name}-imagenet-units", row.fields, row.paper, "imagenet-units")
+def _unit_pixels(row: Row) -> Row:
+    return Row(f"{row.name}-unit-pixels", row.fields, row.paper, "unit-pixels")
 
 
 def _quiet(fields: dict[str, Any]) -> dict[str, Any]:
