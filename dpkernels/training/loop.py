@@ -125,12 +125,12 @@ class _Run:
         execution: Execution,
         progress: Progress,
     ) -> None:
-        features = features_of(config.features, dataset.input_shape)
         self.image_shape = dataset.input_shape
-        self.dataset = dataset if features is None else features.of(dataset)
+        self.features = features_of(config.features, self.image_shape)
+        self.dataset = dataset if self.features is None else self.features.of(dataset)
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
-        self.model = build_model(config, self.dataset, features, self.image_shape)
+        self.model = build_model(config, self.dataset, self.features, self.image_shape)
         self.told = prepare(config, self.model)
         self.model = self.model.to(execution.device)
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
@@ -301,7 +301,9 @@ class _Run:
             train_accuracy=train_accuracy,
         )
         released = dense(self.config, self.released)
-        write_trained(self.folder.model, released, self.config, self.plan, self.dataset, self.image_shape)
+        write_trained(
+            self.folder.model, released, self.config, self.plan, self.dataset, self.image_shape, self.features
+        )
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
         if self.diagnostics is not None:
             self.diagnostics.draw()

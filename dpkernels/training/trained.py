@@ -14,7 +14,7 @@ from dpkernels import models
 from dpkernels.accounting import Plan
 from dpkernels.data import ImageDataset
 from dpkernels.features import GroupNorm, PrivateDataNorm
-from dpkernels.training.build import features_of
+from dpkernels.training.build import Features, features_of
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically
 from dpkernels.training.run_folder import RunFolder
@@ -27,6 +27,7 @@ def write_trained(
     plan: Plan,
     dataset: ImageDataset,
     image_shape: tuple[int, ...],
+    features: Features | None,
 ) -> None:
     """The weights as safetensors; tied ones are stored once.
 
@@ -41,6 +42,7 @@ def write_trained(
         "input_shape": json.dumps(image_shape),
         "pixel_range": json.dumps(dataset.test.value_range),
         "features": config.features,
+        "fingerprint": _fingerprint(features),
         "normalization": config.normalization,
         "groups": json.dumps(config.groups),
         "model": config.model,
@@ -88,7 +90,8 @@ def load_trained(path: str | os.PathLike[str]) -> TrainedModel:
     Pixels are scaled, features taken and normalized as in training: nothing is left to the caller. In training features
     came from a cache in float16; here they are not rounded.
 
-    Raises FileNotFoundError, and ValueError that names the file where no run left it or its weights do not fit.
+    Raises FileNotFoundError, and ValueError that names the file where no run left it, another
+    version's did whose features were others, or its weights do not fit.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_model
@@ -101,11 +104,13 @@ def load_trained(path: str | os.PathLike[str]) -> TrainedModel:
             metadata = opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{file} must be a safetensors file, but it cannot be read: {error}") from error
-    needed = {"classes", "input_shape", "pixel_range", "features", "normalization", "groups", "model"}
+    needed = {"classes", "input_shape", "pixel_range", "features", "fingerprint", "normalization", "groups", "model"}
     if missing := needed - metadata.keys():
         raise ValueError(f"{file} must be the model of a run of this version: it does not say its {sorted(missing)}")
     image_shape = tuple(json.loads(metadata["input_shape"]))
     features = features_of(metadata["features"], image_shape)
+    if _fingerprint(features) != metadata["fingerprint"]:
+        raise ValueError(f"{file} was left by another version, whose {metadata['features']} features were others")
     shape = image_shape if features is None else features.shape
     network = models.create(metadata["model"], shape, len(json.loads(metadata["classes"])))
     if metadata["normalization"] != "none":
@@ -115,6 +120,10 @@ def load_trained(path: str | os.PathLike[str]) -> TrainedModel:
     except RuntimeError as error:
         raise ValueError(f"{file} must hold the weights of {metadata['model']}: {error}") from error
     return TrainedModel(network, nn.Identity() if features is None else features.transform, metadata).eval()
+
+
+def _fingerprint(features: Features | None) -> str:
+    return "" if features is None else features.fingerprint
 
 
 def _normalization(metadata: Mapping[str, str], channels: int) -> nn.Module:

@@ -99,6 +99,9 @@ def test_files_that_no_run_left(small: Small, run: Callable[..., Any], tmp_path:
         load_trained(path)
     folder = run(small(epochs=1.0), tmp_path / "run").folder
     metadata = load_trained(folder.path).metadata
+    save_file(load_file(folder.model), path, metadata=metadata | {"fingerprint": "of others"})
+    with pytest.raises(ValueError, match="was left by another version, whose none features were others"):
+        load_trained(path)
     save_file(load_file(folder.model), path, metadata=metadata | {"classes": json.dumps(["one", "two"])})
     with pytest.raises(ValueError, match=r"model\.safetensors must hold the weights of linear"):
         load_trained(path)
