@@ -147,12 +147,10 @@ def _decides_plan(config: TrainConfig) -> tuple[object, ...]:
 
 def prepare_features(jobs: Sequence[Job]) -> None:
     """Put the features that `jobs` train on into the cache, once, before many processes want them."""
-    kinds = {(job.config.dataset, job.config.features, job.data_root): job.config for job in jobs}
-    for (name, features, root), config in kinds.items():
+    for name, features, root in dict.fromkeys((it.config.dataset, it.config.features, it.data_root) for it in jobs):
         if features != "none":
             dataset = load_dataset(name, root)
-            if (found := features_of(config.features, dataset.input_shape)) is not None:
-                found.of(dataset)
+            features_of(features, dataset.input_shape).of(dataset)
 
 
 def read_rows(out: Path) -> list[Row]:

@@ -142,7 +142,7 @@ def _lay_down(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder,
 def _check_model(config: TrainConfig, dataset: ImageDataset) -> None:
     """Raises ValueError where the model does not take the images, before anything is spent."""
     features = features_of(config.features, dataset.input_shape)
-    models.create(config.model, dataset.input_shape if features is None else features.shape, dataset.num_classes)
+    models.create(config.model, features.shape, dataset.num_classes)
 
 
 def go_on(

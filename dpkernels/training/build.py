@@ -15,6 +15,7 @@ from dpkernels import models
 from dpkernels.accounting import Ledger, Plan
 from dpkernels.data import ArraySplit, ImageDataset, with_features
 from dpkernels.features import GroupNorm, Mirrored, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
+from dpkernels.features.public import VERSION
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.training.config import TrainConfig
@@ -23,54 +24,56 @@ from dpkernels.training.transfer import parameter_groups
 
 UNIT = (0.0, 1.0)
 PHOTOGRAPH = (-2.5, 2.5)  # units of synthetic images' spread, around their mean
-PUBLIC_SHAPE = (32, 32)  # of synthetic images for statistics of pixels, which hardly depend on it
+PUBLIC_SIZE = (32, 32)  # of synthetic images for statistics of pixels, which hardly depend on it
 
 
 @dataclass(frozen=True)
 class Features:
     """What images are replaced by before training: of each image alone, and free of privacy.
 
-    pixel_range: what pixels are scaled to before. Those of photographs lie around 0, as in the paper's code: else their
-    mean outweighs all else in the groups of a group normalization that have a low-pass channel. What is drawn on black
-    keeps its 0.
+    transform: images [batch, *image_shape] to features [batch, *shape]; the identity where the model sees the images.
+    fingerprint: another one for other features, the same on every CPU, though their last bits are not; empty for the
+    images. pixel_range: what pixels are scaled to before, None for what the data set has. Those of photographs lie
+    around 0, as in the paper's code: else their mean outweighs all else in the groups of a group normalization that
+    have a low-pass channel. What is drawn on black keeps its 0.
     """
 
     transform: nn.Module
+    image_shape: tuple[int, ...]
     shape: tuple[int, ...]
     fingerprint: str
-    pixel_range: tuple[float, float]
+    pixel_range: tuple[float, float] | None
 
     def of(self, dataset: ImageDataset) -> ImageDataset:
         """Those of `dataset`, from the cache or computed now."""
+        if self.pixel_range is None:
+            return dataset
         images = dataset.scaled(*self.pixel_range)
         return with_features(images, self.transform, shape=self.shape, fingerprint=self.fingerprint)
 
 
-def features_of(name: str, image_shape: tuple[int, ...]) -> Features | None:
-    """Those of a name in `FEATURES`, for images of `image_shape`; None where the model sees the images.
-
-    Three channels are taken for a photograph's.
-    """
+def features_of(name: str, image_shape: tuple[int, ...]) -> Features:
+    """Those of a name in `FEATURES`, for images of `image_shape`. Three channels are taken for a photograph's."""
     if name == "none":
-        return None
+        return Features(nn.Identity(), image_shape, image_shape, "", None)
     _, *more = name.split("-")
-    pixel_range = PHOTOGRAPH if image_shape[0] == 3 else UNIT
+    low, high = PHOTOGRAPH if image_shape[0] == 3 else UNIT
     scatter = ScatterNet(image_shape)
     net = Mirrored(scatter) if "mirrored" in more else scatter
-    if "whitened" not in more:
-        return Features(net, net.feature_shape, net.fingerprint, pixel_range)
-    whitening = PublicWhitening(public_statistics(net, image_shape, value_range=pixel_range))
-    fingerprint = f"{net.fingerprint} {whitening.fingerprint}"
-    return Features(nn.Sequential(net, whitening), net.feature_shape, fingerprint, pixel_range)
+    transform: nn.Module = net
+    fingerprint = f"{net.fingerprint} of pixels in [{low:g}, {high:g}]"
+    if "whitened" in more:
+        whitening = PublicWhitening(public_statistics(net, image_shape, value_range=(low, high)))
+        transform = nn.Sequential(net, whitening)
+        fingerprint += f" whitened {VERSION} {whitening.power}"
+    return Features(transform, image_shape, net.feature_shape, fingerprint, (low, high))
 
 
-def build_model(
-    config: TrainConfig, dataset: ImageDataset, features: Features | None, image_shape: tuple[int, ...]
-) -> nn.Module:
+def build_model(config: TrainConfig, dataset: ImageDataset, features: Features) -> nn.Module:
     """The untrained model; the same initial weights for the same seed. torch's own generator is left as it was.
 
     Where the configuration has a normalization it comes first, by public statistics at most: the private ones are
-    released later. features: what `dataset` has instead of images of `image_shape`.
+    released later. features: what `dataset` has.
 
     Raises ValueError where the data set is of features that the user brings: nothing public is known of their scale.
     """
@@ -82,13 +85,14 @@ def build_model(
     if config.normalization == "group":
         assert config.groups is not None
         return nn.Sequential(GroupNorm(config.groups, dataset.input_shape[0]), network)
-    if features is None and isinstance(dataset.train, ArraySplit):
+    on_images = not features.fingerprint
+    if on_images and isinstance(dataset.train, ArraySplit):
         raise ValueError(
             f"normalization must be none or group for {dataset.name}, which holds no images, got {config.normalization}"
         )
-    transform: nn.Module = nn.Identity() if features is None else features.transform
-    shape = PUBLIC_SHAPE if features is None else image_shape[1:]
-    public = public_statistics(transform, (image_shape[0], *shape), value_range=dataset.test.value_range)
+    channels, *size = features.image_shape
+    shape = (channels, *(PUBLIC_SIZE if on_images else size))
+    public = public_statistics(features.transform, shape, value_range=dataset.test.value_range)
     return nn.Sequential(PrivateDataNorm(public.mean, public.std), network)
 
 

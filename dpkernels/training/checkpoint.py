@@ -20,7 +20,7 @@ class Checkpoint:
     """What a run goes on from.
 
     step: steps of the plan that were spent when it was written. seconds: of training so far. averaged: the moving
-    average of the model, where the run has one.
+    average of the model, where the run has one. fingerprint: of the features that it trains on, empty for images.
     """
 
     step: int
@@ -28,6 +28,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     averaged: dict[str, Any] | None = None
+    fingerprint: str = ""
 
     def save(self, path: Path) -> None:
         """Written whole or not at all."""

@@ -125,12 +125,11 @@ class _Run:
         execution: Execution,
         progress: Progress,
     ) -> None:
-        self.image_shape = dataset.input_shape
-        self.features = features_of(config.features, self.image_shape)
-        self.dataset = dataset if self.features is None else self.features.of(dataset)
+        self.features = features_of(config.features, dataset.input_shape)
+        self.dataset = self.features.of(dataset)
         self.config, self.plan, self.folder = config, plan, folder
         self.ledger, self.execution, self.progress = ledger, execution, progress
-        self.model = build_model(config, self.dataset, self.features, self.image_shape)
+        self.model = build_model(config, self.dataset, self.features)
         self.told = prepare(config, self.model)
         self.model = self.model.to(execution.device)
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
@@ -152,6 +151,11 @@ class _Run:
                 raise FileNotFoundError(f"{self.folder.checkpoint} is missing, though something is spent: {spent}")
             return
         checkpoint = load_checkpoint(self.folder.checkpoint)
+        if checkpoint.fingerprint != self.features.fingerprint:
+            raise ValueError(
+                f"{self.folder.path} was begun by another version, whose {self.config.features} features were others: "
+                "go on with that version, or start a run in another folder"
+            )
         self.model.load_state_dict(checkpoint.model)
         self.optimizer.load_state_dict(checkpoint.optimizer)
         if self.averaged is not None and checkpoint.averaged is not None:
@@ -275,9 +279,10 @@ class _Run:
         begin = time.monotonic()
         self.seconds = begin - self._started
         averaged = None if self.averaged is None else self.averaged.state_dict()
-        Checkpoint(
-            self.ledger.steps, self.seconds, self.model.state_dict(), self.optimizer.state_dict(), averaged
-        ).save(self.folder.checkpoint)
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        Checkpoint(self.ledger.steps, self.seconds, model, optimizer, averaged, self.features.fingerprint).save(
+            self.folder.checkpoint
+        )
         self._saved_at = time.monotonic()
         self._save_took = self._saved_at - begin
 
@@ -301,9 +306,7 @@ class _Run:
             train_accuracy=train_accuracy,
         )
         released = dense(self.config, self.released)
-        write_trained(
-            self.folder.model, released, self.config, self.plan, self.dataset, self.image_shape, self.features
-        )
+        write_trained(self.folder.model, released, self.config, self.plan, self.dataset, self.features)
         report.write_plot(self.folder.plot, self.config, self.plan, self.history)
         if self.diagnostics is not None:
             self.diagnostics.draw()

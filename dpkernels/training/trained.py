@@ -26,23 +26,22 @@ def write_trained(
     config: TrainConfig,
     plan: Plan,
     dataset: ImageDataset,
-    image_shape: tuple[int, ...],
-    features: Features | None,
+    features: Features,
 ) -> None:
     """The weights as safetensors; tied ones are stored once.
 
     What the model is, what it expects, and what it guarantees go into the metadata. dataset: what the model was trained
-    on, whose images of `image_shape` may have been replaced by features.
+    on, which has `features`.
     """
     from safetensors.torch import save_model
 
     metadata = {
         "dataset": config.dataset,
         "classes": json.dumps(dataset.classes),
-        "input_shape": json.dumps(image_shape),
+        "input_shape": json.dumps(features.image_shape),
         "pixel_range": json.dumps(dataset.test.value_range),
         "features": config.features,
-        "fingerprint": _fingerprint(features),
+        "fingerprint": features.fingerprint,
         "normalization": config.normalization,
         "groups": json.dumps(config.groups),
         "model": config.model,
@@ -109,21 +108,16 @@ def load_trained(path: str | os.PathLike[str]) -> TrainedModel:
         raise ValueError(f"{file} must be the model of a run of this version: it does not say its {sorted(missing)}")
     image_shape = tuple(json.loads(metadata["input_shape"]))
     features = features_of(metadata["features"], image_shape)
-    if _fingerprint(features) != metadata["fingerprint"]:
+    if features.fingerprint != metadata["fingerprint"]:
         raise ValueError(f"{file} was left by another version, whose {metadata['features']} features were others")
-    shape = image_shape if features is None else features.shape
-    network = models.create(metadata["model"], shape, len(json.loads(metadata["classes"])))
+    network = models.create(metadata["model"], features.shape, len(json.loads(metadata["classes"])))
     if metadata["normalization"] != "none":
-        network = nn.Sequential(_normalization(metadata, shape[0]), network)
+        network = nn.Sequential(_normalization(metadata, features.shape[0]), network)
     try:
         load_model(network, str(file))
     except RuntimeError as error:
         raise ValueError(f"{file} must hold the weights of {metadata['model']}: {error}") from error
-    return TrainedModel(network, nn.Identity() if features is None else features.transform, metadata).eval()
-
-
-def _fingerprint(features: Features | None) -> str:
-    return "" if features is None else features.fingerprint
+    return TrainedModel(network, features.transform, metadata).eval()
 
 
 def _normalization(metadata: Mapping[str, str], channels: int) -> nn.Module:

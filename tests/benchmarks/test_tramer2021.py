@@ -47,8 +47,6 @@ def test_the_variant_of_unit_pixels_takes_features_of_pixels_in_0_to_1() -> None
     with unit_pixels():
         inside = build.features_of("scatternet", (3, 32, 32))
     outside = build.features_of("scatternet", (3, 32, 32))
-    assert inside is not None
-    assert outside is not None
     assert (inside.pixel_range, outside.pixel_range) == ((0.0, 1.0), (-2.5, 2.5))
 
 

@@ -62,8 +62,6 @@ def test_whitening_removes_public_correlation() -> None:
     flat = whitening(features[..., 0, 0])
     torch.testing.assert_close(flat, whitening(features)[..., 0, 0])
     assert whitening(features.float()).dtype == torch.float32
-    assert whitening.fingerprint != PublicWhitening(public, 0.25).fingerprint
-    assert whitening.fingerprint == PublicWhitening(public, 0.5).fingerprint
     with pytest.raises(ValueError, match=r"power must be a number with 0 <= power <= 0\.5, got 0\.6"):
         PublicWhitening(public, 0.6)
     with pytest.raises(ValueError, match=r"features must be \[batch, 3, \.\.\.\], got \(2, 4\)"):

@@ -235,6 +235,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, small: Small, ru
         run(config, tmp_path / "a", resume=True)
 
 
+def test_a_run_on_other_features_is_refused(
+    tmp_path: Path, small: Small, run: Run, interrupt_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPKERNELS_CACHE", str(tmp_path / "cache"))
+    config = small(features="scatternet")
+    folder = run(config, tmp_path / "run", progress=interrupt_at(2)).folder
+    with monkeypatch.context() as changed:
+        changed.setattr("dpkernels.training.build.UNIT", (-1.0, 1.0))
+        with pytest.raises(ValueError, match="begun by another version, whose scatternet features were others"):
+            run(config, folder.path, resume=True)
+    assert run(config, folder.path, resume=True).metrics["complete"]
+
+
 def test_a_missing_checkpoint(tmp_path: Path, small: Small, run: Run, watcher: Any) -> None:
     config = small(epochs=1.0)
     folder = run(config, tmp_path / "run").folder
