@@ -139,7 +139,7 @@ def sampling_rate(results: Results) -> None:
 
 
 def _figure(columns: int = 1) -> tuple[Any, Any]:
-    figure = new_figure(6.4 * columns, 4.4)
+    figure = new_figure(6.4 * columns, 5.0)
     return figure, figure.subplots(1, columns, sharey=True)
 
 
@@ -149,13 +149,15 @@ def _save(figure: Any, name: str, percent: bool = True) -> None:
 
     if not any(panel.lines for panel in figure.axes):
         return
-    for number, panel in enumerate(figure.axes):
+    first = figure.axes[0]
+    for panel in figure.axes:
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize="small", loc="best")
         if percent:
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=None))
-            if number == 0:
-                panel.set_ylabel("test accuracy")
+    if percent:
+        first.set_ylabel("test accuracy")
+    lines = first.get_legend_handles_labels()  # those of all panels
+    figure.legend(*lines, frameon=False, fontsize="small", loc="outside lower center", ncols=2)
     save(figure, name)
 
 
