@@ -85,7 +85,7 @@ def build_model(config: TrainConfig, dataset: ImageDataset, features: Features) 
     if config.normalization == "group":
         assert config.groups is not None
         return nn.Sequential(GroupNorm(config.groups, dataset.input_shape[0]), network)
-    on_images = not features.fingerprint
+    on_images = features.pixel_range is None
     if on_images and isinstance(dataset.train, ArraySplit):
         raise ValueError(
             f"normalization must be none or group for {dataset.name}, which holds no images, got {config.normalization}"

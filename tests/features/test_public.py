@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpkernels.features import PublicWhitening, ScatterNet, public_statistics, synthetic_images
+from dpkernels.features.public import VERSION
 
 
 def test_images_are_reproducible_and_in_range() -> None:
@@ -66,3 +67,12 @@ def test_whitening_removes_public_correlation() -> None:
         PublicWhitening(public, 0.6)
     with pytest.raises(ValueError, match=r"features must be \[batch, 3, \.\.\.\], got \(2, 4\)"):
         whitening(torch.zeros(2, 4))
+
+
+def test_other_statistics_are_another_version() -> None:
+    """Runs and trained models know their whitening by `VERSION` alone: where these numbers change, raise it."""
+    public = public_statistics(ScatterNet((3, 16, 16), J=1, L=2), (3, 16, 16))
+    measured = [*public.mean[:3].tolist(), *public.std[:3].tolist(), PublicWhitening(public).matrix.norm().item()]
+    version_1 = [0.49787124, 0.05747207, 0.05827495, 0.16159731, 0.01727701, 0.01755282, 189.11666]
+    assert VERSION == 1
+    assert measured == pytest.approx(version_1, rel=1e-5)
