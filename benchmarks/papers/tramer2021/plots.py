@@ -149,15 +149,15 @@ def _save(figure: Any, name: str, percent: bool = True) -> None:
 
     if not any(panel.lines for panel in figure.axes):
         return
-    first = figure.axes[0]
+    lines: dict[str, Any] = {}  # by label, which panels have in common
     for panel in figure.axes:
         panel.grid(alpha=0.3)
+        lines |= {label: line for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
         if percent:
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=None))
     if percent:
-        first.set_ylabel("test accuracy")
-    lines = first.get_legend_handles_labels()  # those of all panels
-    figure.legend(*lines, frameon=False, fontsize="small", loc="outside lower center", ncols=2)
+        figure.axes[0].set_ylabel("test accuracy")
+    figure.legend(lines.values(), lines.keys(), frameon=False, fontsize="small", loc="outside lower center", ncols=2)
     save(figure, name)
 
 
