@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dpkernels.data import Split
+from dpkernels.training.memory import placed
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def accuracy(model: nn.Module, split: Split, *, device: str = "cpu", batch_size:
     try:
         right = 0
         for images, labels in split.batches(batch_size):
-            right += int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
+            right += int((model(placed(images, model, device)).argmax(1) == labels.to(device)).sum())
     finally:
         model.train(was_training)
     return right / len(split)

@@ -28,7 +28,7 @@ from dpkernels.training.diagnostics import Diagnostics
 from dpkernels.training.evaluation import accuracy
 from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
-from dpkernels.training.memory import keep_freed_memory
+from dpkernels.training.memory import keep_freed_memory, placed
 from dpkernels.training.objective import Objective
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
@@ -229,7 +229,8 @@ class _Run:
             if stop:
                 return False
             self.objective.set_weight_decay(self.optimizer, loader.epoch)
-            self.optimizer.backward(self.objective(images.to(device), labels.to(device), loader.epoch))
+            inputs = placed(images, self.model, device)
+            self.optimizer.backward(self.objective(inputs, labels.to(device), loader.epoch))
             self.optimizer.step()
             self.optimizer.zero_grad()
         return True
