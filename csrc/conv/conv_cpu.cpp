@@ -104,8 +104,7 @@ template <typename T>
 double bias_squared_norm(const ConvNormParams<T>& q, int64_t b) {
   double* grads = q.bias_grads + b * q.bias_channels;
   const T* source = q.bias_source + b * q.bias_channels * q.bias_positions;
-  for (int64_t c = 0; c < q.bias_channels; ++c)
-    grads[c] = sum_of(source + c * q.bias_layout.channel, q.bias_positions, q.bias_layout.pixel);
+  channel_sums(source, q.bias_layout, 0, q.bias_channels, q.bias_positions, grads);
   const double magnitude = sum_of_squares(source, q.bias_channels * q.bias_positions);  // of all terms
   // A sum of n terms errs by at most n u times their magnitudes' sum, itself at most sqrt(n) times their norm.
   const double error = unit_roundoff<double>() * q.bias_positions * std::sqrt(q.bias_positions * magnitude);

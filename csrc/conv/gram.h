@@ -61,17 +61,16 @@ class GramNorm {
   // Panels [channels, columns of the panel] of a matrix [channels, columns], zero beyond the last column.
   void pack(const T* from, const ConvLayout& layout, int64_t channels, int64_t columns) {
     A* to = panels.data();
-    for (int64_t first = 0; first < columns; first += kPanel<A>)
-      for (int64_t c = 0; c < channels; ++c, to += kPanel<A>) {
-        const T* row = from + c * layout.channel + first * layout.pixel;
-        const int64_t used = std::min(kPanel<A>, columns - first);
-        if (std::is_same_v<T, A> && used == kPanel<A> && layout.pixel == 1) {
-          std::memcpy(to, row, kPanel<A> * sizeof(A));
-        } else {
-          for (int64_t j = 0; j < used; ++j) to[j] = static_cast<A>(row[j * layout.pixel]);
-          std::fill(to + used, to + kPanel<A>, A(0));
-        }
-      }
+    for (int64_t first = 0; first < columns; first += kPanel<A>, to += channels * kPanel<A>) {
+      const T* part = from + first * layout.pixel;
+      const int64_t used = std::min(kPanel<A>, columns - first);
+      if (layout.channel == 1)
+        transpose(part, used, channels, layout.pixel, to, kPanel<A>);
+      else
+        for (int64_t c = 0; c < channels; ++c) copy_line(part + c * layout.channel, 1, to + c * kPanel<A>, 1, used);
+      for (int64_t c = 0; c < (used < kPanel<A> ? channels : 0); ++c)
+        std::fill(to + c * kPanel<A> + used, to + (c + 1) * kPanel<A>, A(0));
+    }
   }
 
   // to[i, j] = sum_c panels[c, i] * panels[c, j] for the columns j up to the end of row i's line of `line` points:

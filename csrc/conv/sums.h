@@ -121,29 +121,47 @@ void wide_examples(const ConvSumParams<T>& q, bool* wide, int64_t begin, int64_t
                               s.positions());
 }
 
-// Sum of n values in double, `stride` apart.
+// Sums of n values, `stride` apart, in double; of kVecs vectors next to each other.
+template <int64_t kVecs, typename T>
+inline void vector_sums(const T* p, int64_t n, int64_t stride, double* sums) {
+  Vec<double> partial[kVecs] = {};
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t v = 0; v < kVecs; ++v) partial[v] += load_double(p + t * stride + v * kLanes<double>);
+  for (int64_t v = 0; v < kVecs; ++v) store<double>(sums + v * kLanes<double>, partial[v]);
+}
+
 template <typename T>
 inline double sum_of(const T* p, int64_t n, int64_t stride) {
   Vec<double> partial[2] = {};
   int64_t i = 0;
-  if (stride != 1) {
-    double sum = 0;
-    for (; i < n; ++i) sum += static_cast<double>(p[i * stride]);
-    return sum;
-  }
-  for (; i + 2 * kLanes<double> <= n; i += 2 * kLanes<double>)
-    for (int64_t u = 0; u < 2; ++u) partial[u] += load_double(p + i + u * kLanes<double>);
+  if (stride == 1)
+    for (; i + 2 * kLanes<double> <= n; i += 2 * kLanes<double>)
+      for (int64_t u = 0; u < 2; ++u) partial[u] += load_double(p + i + u * kLanes<double>);
   double sum = lane_sum<double>(partial[0] + partial[1]);
-  for (; i < n; ++i) sum += static_cast<double>(p[i]);
+  for (; i < n; ++i) sum += static_cast<double>(p[i * stride]);
   return sum;
+}
+
+// Of each channel begin <= c < end of an example's map.
+template <typename T>
+void channel_sums(const T* map, const ConvLayout& layout, int64_t begin, int64_t end, int64_t positions, double* sums) {
+  constexpr int64_t kVecs = 4, kWidth = kVecs * kLanes<double>;
+  int64_t c = begin;
+  if (layout.channel == 1) {
+    for (; c + kWidth <= end; c += kWidth) vector_sums<kVecs>(map + c, positions, layout.pixel, sums + c - begin);
+    for (; c + kLanes<double> <= end; c += kLanes<double>)
+      vector_sums<1>(map + c, positions, layout.pixel, sums + c - begin);
+  }
+  for (; c < end; ++c) sums[c - begin] = sum_of(map + c * layout.channel, positions, layout.pixel);
 }
 
 template <typename T>
 void bias_sums(const ConvBiasSumParams<T>& q, int64_t begin, int64_t end) {
   std::fill(q.sum + begin, q.sum + end, 0.);
-  for (int64_t b = 0; b < q.batch; ++b)
-    if (q.weights[b] != 0)
-      for (int64_t c = begin; c < end; ++c)
-        q.sum[c] += q.weights[b] *
-                    sum_of(q.source + b * q.channels * q.positions + c * q.layout.channel, q.positions, q.layout.pixel);
+  std::vector<double> sums(end - begin);
+  for (int64_t b = 0; b < q.batch; ++b) {
+    if (q.weights[b] == 0) continue;
+    channel_sums(q.source + b * q.channels * q.positions, q.layout, begin, end, q.positions, sums.data());
+    for (int64_t c = begin; c < end; ++c) q.sum[c] += q.weights[b] * sums[c - begin];
+  }
 }

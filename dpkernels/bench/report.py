@@ -41,10 +41,12 @@ def conditions(threads: int) -> dict[str, Any]:
     }
 
 
-def document(results: Sequence[StepResult], *, threads: int, seconds: float) -> dict[str, Any]:
+def document(
+    results: Sequence[StepResult], *, threads: int, seconds: float, channels_last: bool = False
+) -> dict[str, Any]:
     """What `step.json` holds."""
     rows = [{**dataclasses.asdict(result), "memory_ratio": result.memory_ratio} for result in results]
-    return {**conditions(threads), "seconds": seconds, "results": rows}
+    return {**conditions(threads), "seconds": seconds, "channels_last": channels_last, "results": rows}
 
 
 def plot(results: Sequence[StepResult], path: Path, *, title: str = "") -> None:

@@ -51,6 +51,7 @@ def measure(
     seconds: float = 10.0,
     threads: int = 1,
     device: str = "cpu",
+    channels_last: bool = False,
 ) -> Iterator[StepResult]:
     """Results as soon as they are there, model by model, dpkernels first. A failure is a result and stops nothing.
 
@@ -61,6 +62,7 @@ def measure(
         seconds: of timing for each engine and model; a few steps are always timed.
         threads: of torch and the kernels.
         device: of models and examples.
+        channels_last: examples lie in memory with their channels last, for every engine.
 
     Raises:
         ValueError: a name is not known, or a number is out of range.
@@ -73,7 +75,8 @@ def measure(
         if number is not None and not number >= least:
             raise ValueError(f"{argument} must be at least {least}, got {number}")
     ordered = sorted(dict.fromkeys(engines), key=lambda name: name != OURS)
-    return _measure(ordered, [Task("memory", "ordinary", model, batch, seconds, threads, device) for model in models])
+    common = (batch, seconds, threads, device, channels_last)
+    return _measure(ordered, [Task("memory", "ordinary", model, *common) for model in models])
 
 
 def _measure(engines: Sequence[str], tasks: Sequence[Task]) -> Iterator[StepResult]:

@@ -32,10 +32,13 @@ class Task:
     seconds: float  #: of timing
     threads: int
     device: str = "cpu"
+    channels_last: bool = False  #: how the examples lie in memory, and with them all maps
 
     def step(self, engine: str) -> Step:
         """A step of an engine on a fresh model; every engine gets the same weights and examples."""
-        return ENGINES[engine](*MODELS[self.model].make(self.batch, self.device))
+        model, x, y = MODELS[self.model].make(self.batch, self.device)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return ENGINES[engine](model, x.to(memory_format=layout), y)
 
     def now(self) -> float:
         """Seconds, once the device has done all that was asked of it."""

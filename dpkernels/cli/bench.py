@@ -37,6 +37,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="T", help="default %(default)s")
     parser.add_argument("--device", default="cpu", metavar="D", help="of whole steps (default %(default)s)")
     parser.add_argument(
+        "--channels-last", action="store_true", help="let the maps of whole steps lie so, for every engine"
+    )
+    parser.add_argument(
         "--explain", metavar="MODEL", help="instead: each layer's choice of the cost model beside its alternatives"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -64,6 +67,7 @@ def _steps(args: argparse.Namespace) -> int:
         seconds=seconds,
         threads=args.threads,
         device=require_device(args.device),
+        channels_last=args.channels_last,
     )
     _prepare(args)
     if not args.json:
@@ -76,7 +80,7 @@ def _steps(args: argparse.Namespace) -> int:
             if not args.json:
                 print(report.line(result), flush=True)
     finally:
-        document = report.document(results, threads=args.threads, seconds=seconds)
+        document = report.document(results, threads=args.threads, seconds=seconds, channels_last=args.channels_last)
         if args.json:
             print(json.dumps(document, indent=2, allow_nan=False))
         if args.out is not None and results:
@@ -89,6 +93,7 @@ def _write_steps(args: argparse.Namespace, document: dict[str, Any], results: li
     if any(result.ratio is not None for result in results):
         machine = document["machine"]
         title = f"{machine['processor']}, {args.threads} {'thread' if args.threads == 1 else 'threads'}"
+        title += ", channels-last" if args.channels_last else ""
         report.plot(results, args.out / "step.png", title=title)
 
 

@@ -17,6 +17,7 @@ from dpkernels.features import GroupNorm, PrivateDataNorm
 from dpkernels.training.build import Features, features_of
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically
+from dpkernels.training.memory import placed
 from dpkernels.training.run_folder import RunFolder
 
 
@@ -79,7 +80,8 @@ class TrainedModel(nn.Module):
                 f"got {images.dtype} {tuple(images.shape)}"
             )
         low, high = self.pixel_range
-        logits: Tensor = self.network(self.features(images * (high - low) + low))
+        features = self.features(images * (high - low) + low)
+        logits: Tensor = self.network(placed(features, self.network, str(features.device)))
         return logits
 
 

@@ -19,15 +19,17 @@ def test_speed_up_goes_through_the_ratios_to_the_ordinary_step(faked: list[Task]
     assert results["vmap"].memory_ratio == 5.0
     assert results["dpkernels-lean"].memory_ratio == 0.75
     assert {r.batch for r in results.values()} == {MODELS["mnist_cnn"].batch}
-    assert all(task.threads == 2 and task.seconds == 10 and task.batch is None for task in faked)
+    assert all(
+        task.threads == 2 and task.seconds == 10 and task.batch is None and not task.channels_last for task in faked
+    )
 
 
 def test_without_dpkernels_there_is_no_speed_up(faked: list[Task]) -> None:
-    (result,) = measure(["mnist_cnn"], ["vmap"], batch=3)
+    (result,) = measure(["mnist_cnn"], ["vmap"], batch=3, channels_last=True)
     assert result.speed_up is None
     assert result.ratio == 5.0
     assert result.batch == 3
-    assert {task.batch for task in faked} == {3}
+    assert {(task.batch, task.channels_last) for task in faked} == {(3, True)}
 
 
 def test_a_failure_is_a_result_and_stops_nothing(faked: list[Task]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,8 +52,10 @@ def test_every_engine_gets_the_same_model_and_data() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENGINES, "vmap", engine)
         TINY.step("vmap")
-        TINY.step("vmap")
+        replace(TINY, channels_last=True).step("vmap")
     (first, x, y), (second, other_x, other_y) = seen
+    assert x.stride() == (784, 784, 28, 1)
+    assert other_x.stride() == (784, 1, 28, 1)
     assert x.shape == (2, 1, 28, 28)
     assert torch.equal(x, other_x)
     assert torch.equal(y, other_y)

@@ -54,6 +54,18 @@ def test_without_noise_it_normalizes(public: bool) -> None:
     assert norm(x.flatten(2)).shape == (50, 6, 6)
 
 
+@pytest.mark.parametrize("shape", [(5, 3, 4, 6), (5, 1, 4, 6), (0, 3, 4, 6), (5, 3, 1, 1), (5, 3, 7), (5, 3)], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+def test_features_keep_their_layout(shape: tuple[int, ...], last: bool) -> None:
+    layout = torch.channels_last if last and len(shape) == 4 else torch.preserve_format
+    x = torch.randn(shape)
+    norm = PrivateDataNorm(torch.arange(float(shape[1])), torch.arange(1.0, 1 + shape[1]))
+    lying = x.to(memory_format=layout)
+    assert norm(lying).stride() == lying.stride()
+    wide = [1, -1, *[1] * (x.dim() - 2)]
+    torch.testing.assert_close(norm(lying), ((x - norm.mean.view(wide)) / norm.std.view(wide)).float())
+
+
 def test_sums_are_divided_by_the_planned_number() -> None:
     x = torch.full((10, 1, 2, 2), 3.0)
     norm = plain(1)
