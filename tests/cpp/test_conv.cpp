@@ -1,4 +1,4 @@
-// Convolutions against a naive loop, by both ways of computing norms.
+// Convolutions against a naive loop, by both ways of computing norms and in both layouts.
 #include <limits>
 #include <memory>
 
@@ -26,9 +26,27 @@ ConvShape shape(int64_t batch, int64_t groups, int64_t in_channels, int64_t out_
   return s;
 }
 
+// Maps of a batch, in either layout.
+template <typename T>
+struct Maps {
+  std::vector<T> values;
+  int64_t channels, pixels;
+  dpk::ConvLayout layout;
+
+  Maps(int64_t batch, int64_t channels, int64_t pixels, bool channels_last, int seed)
+      : values(check::normal<T>(batch * channels * pixels, seed)),
+        channels(channels),
+        pixels(pixels),
+        layout(channels_last ? dpk::ConvLayout{1, channels} : dpk::ConvLayout{pixels, 1}) {}
+
+  double operator()(int64_t b, int64_t channel, int64_t pixel) const {
+    return values[b * channels * pixels + channel * layout.channel + pixel * layout.pixel];
+  }
+};
+
 // The weight gradient of example b, [out_channels, rows], in double.
 template <typename T>
-std::vector<double> gradient(const ConvShape& s, const std::vector<T>& x, const std::vector<T>& g, int64_t b) {
+std::vector<double> gradient(const ConvShape& s, const Maps<T>& x, const Maps<T>& g, int64_t b) {
   std::vector<double> result;
   for (int64_t o = 0; o < s.out_channels; ++o)
     for (int64_t c = 0; c < s.group_in(); ++c)
@@ -45,9 +63,7 @@ std::vector<double> gradient(const ConvShape& s, const std::vector<T>& x, const 
             inside = inside && 0 <= p && p < s.in[i];
             pixel = pixel * s.in[i] + p;
           }
-          if (inside)
-            sum += static_cast<double>(g[(b * s.out_channels + o) * s.positions() + t]) *
-                   x[(b * s.in_channels + channel) * s.pixels() + pixel];
+          if (inside) sum += g(b, o, t) * x(b, channel, pixel);
         }
         result.push_back(sum);
       }
@@ -55,25 +71,24 @@ std::vector<double> gradient(const ConvShape& s, const std::vector<T>& x, const 
 }
 
 template <typename T>
-void matches_the_loop(const ConvShape& s) {
+void matches_the_loop(const ConvShape& s, bool channels_last) {
   const double tolerance = 1e3 * std::numeric_limits<T>::epsilon();
-  const std::vector<T> x = check::normal<T>(s.batch * s.in_channels * s.pixels(), 1);
-  std::vector<T> g = check::normal<T>(s.batch * s.out_channels * s.positions(), 2);
+  const Maps<T> x(s.batch, s.in_channels, s.pixels(), channels_last, 1);
+  Maps<T> g(s.batch, s.out_channels, s.positions(), channels_last, 2);
   std::vector<double> weights = check::normal<double>(s.batch, 3);
   const int64_t size = s.rows() * s.out_channels;
-  const dpk::ConvLayout pixels{s.pixels(), 1}, positions{s.positions(), 1};
 
   for (dpk::ConvStrategy strategy : {dpk::ConvStrategy::kDirect, dpk::ConvStrategy::kGram}) {
     std::vector<double> norms(s.batch, -1.), bias_grads(s.batch * s.out_channels, -1.);
-    dpk::conv_squared_norms_cpu<T>({s, x.data(), g.data(), pixels, positions, g.data(), positions, s.out_channels,
-                                    s.positions(), norms.data(), nullptr, bias_grads.data(), strategy},
+    dpk::conv_squared_norms_cpu<T>({s, x.values.data(), g.values.data(), x.layout, g.layout, g.values.data(), g.layout,
+                                    s.out_channels, s.positions(), norms.data(), nullptr, bias_grads.data(), strategy},
                                    0, s.batch);
     for (int64_t b = 0; b < s.batch; ++b) {
       double squared = 0;
       for (double v : gradient(s, x, g, b)) squared += v * v;
       for (int64_t o = 0; o < s.out_channels; ++o) {
         double bias = 0;
-        for (int64_t t = 0; t < s.positions(); ++t) bias += g[(b * s.out_channels + o) * s.positions() + t];
+        for (int64_t t = 0; t < s.positions(); ++t) bias += g(b, o, t);
         CHECK_CLOSE(bias_grads[b * s.out_channels + o], bias, 1e-12);
         squared += bias * bias;
       }
@@ -87,25 +102,25 @@ void matches_the_loop(const ConvShape& s) {
   if (s.batch > 1) {  // an example of weight 0 is skipped, whatever it holds
     weights[1] = 0;
     const int64_t values = s.out_channels * s.positions();
-    std::fill_n(g.begin() + values, values, std::numeric_limits<T>::quiet_NaN());
+    std::fill_n(g.values.begin() + values, values, std::numeric_limits<T>::quiet_NaN());
   }
   std::vector<double> expected(size, 0.), bias_expected(s.out_channels, 0.), bias_sum(s.out_channels, -1.);
   for (int64_t b = 0; b < s.batch; ++b) {
     if (weights[b] == 0) continue;
     const std::vector<double> grad = gradient(s, x, g, b);
     for (int64_t i = 0; i < size; ++i) expected[i] += weights[b] * grad[i];
-    for (int64_t i = 0; i < s.out_channels * s.positions(); ++i)
-      bias_expected[i / s.positions()] += weights[b] * g[b * s.out_channels * s.positions() + i];
+    for (int64_t o = 0; o < s.out_channels; ++o)
+      for (int64_t t = 0; t < s.positions(); ++t) bias_expected[o] += weights[b] * g(b, o, t);
   }
   const dpk::ConvSumGrid grid(s);
   const auto wide = std::make_unique<bool[]>(s.batch);
   std::vector<double> partial(grid.slices * size, -1.);
-  const dpk::ConvSumParams<T> params{s,         x.data(),       g.data(),   pixels,
-                                     positions, weights.data(), wide.get(), partial.data()};
+  const dpk::ConvSumParams<T> params{s,        x.values.data(), g.values.data(), x.layout,
+                                     g.layout, weights.data(),  wide.get(),      partial.data()};
   dpk::conv_wide_examples_cpu(params, wide.get(), 0, s.batch);
   dpk::conv_clipped_sums_cpu(params, 0, grid.blocks() * grid.slices);
   dpk::conv_bias_sums_cpu<T>(
-      {g.data(), positions, weights.data(), bias_sum.data(), s.batch, s.out_channels, s.positions()}, 0,
+      {g.values.data(), g.layout, weights.data(), bias_sum.data(), s.batch, s.out_channels, s.positions()}, 0,
       s.out_channels);
   for (int64_t i = 0; i < size; ++i) {
     double sum = 0;
@@ -125,10 +140,11 @@ int main() {
              shape(3, 5, 5, 10, {1, 1, 17}, {1, 1, 3}, 1, 2, 2),  // depthwise, one dimension, dilation
              shape(2, 1, 2, 3, {4, 5, 6}, {3, 2, 3}, 2, 1, 1),    // three dimensions
              shape(0, 1, 2, 3, {1, 4, 4}, {1, 3, 3}, 1, 1, 1),
-         }) {
-      matches_the_loop<float>(s);
-      matches_the_loop<double>(s);
-    }
+         })
+      for (bool channels_last : {false, true}) {
+        matches_the_loop<float>(s, channels_last);
+        matches_the_loop<double>(s, channels_last);
+      }
   });
   return check::result();
 }
