@@ -121,15 +121,7 @@ void wide_examples(const ConvSumParams<T>& q, bool* wide, int64_t begin, int64_t
                               s.positions());
 }
 
-// Sums of n values, `stride` apart, in double; of kVecs vectors next to each other.
-template <int64_t kVecs, typename T>
-inline void vector_sums(const T* p, int64_t n, int64_t stride, double* sums) {
-  Vec<double> partial[kVecs] = {};
-  for (int64_t t = 0; t < n; ++t)
-    for (int64_t v = 0; v < kVecs; ++v) partial[v] += load_double(p + t * stride + v * kLanes<double>);
-  for (int64_t v = 0; v < kVecs; ++v) store<double>(sums + v * kLanes<double>, partial[v]);
-}
-
+// Sum of n values in double, `stride` apart.
 template <typename T>
 inline double sum_of(const T* p, int64_t n, int64_t stride) {
   Vec<double> partial[2] = {};
@@ -142,7 +134,16 @@ inline double sum_of(const T* p, int64_t n, int64_t stride) {
   return sum;
 }
 
-// Of each channel begin <= c < end of an example's map.
+// The same of kVecs vectors of values that lie next to each other.
+template <int64_t kVecs, typename T>
+inline void vector_sums(const T* p, int64_t n, int64_t stride, double* sums) {
+  Vec<double> partial[kVecs] = {};
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t v = 0; v < kVecs; ++v) partial[v] += load_double(p + t * stride + v * kLanes<double>);
+  for (int64_t v = 0; v < kVecs; ++v) store<double>(sums + v * kLanes<double>, partial[v]);
+}
+
+// The sum of each channel begin <= c < end of an example's map.
 template <typename T>
 void channel_sums(const T* map, const ConvLayout& layout, int64_t begin, int64_t end, int64_t positions, double* sums) {
   constexpr int64_t kVecs = 4, kWidth = kVecs * kLanes<double>;
