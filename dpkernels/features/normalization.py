@@ -140,7 +140,7 @@ class PrivateDataNorm(nn.Module):
         """The normalized features. Raises ValueError for another number of channels."""
         if features.dim() < 2 or features.size(1) != self.channels:
             raise ValueError(f"features must be [batch, {self.channels}, ...], got {tuple(features.shape)}")
-        # whole examples, broadcasting inside takes twice as long; lying as the features do, for what comes out lies so too
+        # whole examples, for broadcasting inside takes twice as long; the result lies as the shift does
         layout = torch.channels_last if features.dim() == 4 and features.stride(1) == 1 else torch.contiguous_format
         scale, shift = (
             values.to(features.dtype)
