@@ -24,6 +24,10 @@ static inline void store(T* p, Vec<T> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// Before a loop over an array of vectors, of a length that is known: so that they live in registers.
+#undef DPK_UNROLL
+#define DPK_UNROLL _Pragma("GCC unroll 16")
+
 // Where an operation needs intrinsics, they must fit the target that each_isa.h set: clang does not know its pragmas.
 #undef DPK_INTRINSICS
 #if defined(__x86_64__) && !defined(__clang__)

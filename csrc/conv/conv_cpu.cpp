@@ -67,8 +67,7 @@ class WeightNorm {
  private:
   // The square of a norm and its error; the sum of squares itself is rounded too.
   double raised(double square, double error) const {
-    const double terms = static_cast<double>(s.rows()) * s.out_channels / kTile<double> + kTile<double>;
-    const double norm = std::sqrt(square * (1 + terms * unit_roundoff<double>())) + error;
+    const double norm = std::sqrt(square * (1 + DirectNorm<T, T>::square_error(s))) + error;
     return norm * norm;
   }
 
@@ -114,13 +113,11 @@ double bias_squared_norm(const ConvNormParams<T>& q, int64_t b) {
 
 template <typename T>
 void squared_norms(const ConvNormParams<T>& q, int64_t begin, int64_t end) {
-  std::fill(q.squared_norms + begin, q.squared_norms + end, 0.);
-  if (q.input) {
-    WeightNorm<T> norm(q);
-    for (int64_t b = begin; b < end; ++b) q.squared_norms[b] += norm.squared(b);
+  const std::unique_ptr<WeightNorm<T>> weight(q.input ? new WeightNorm<T>(q) : nullptr);
+  for (int64_t b = begin; b < end; ++b) {  // both at once: an example's maps are still in the cache
+    q.squared_norms[b] = weight ? weight->squared(b) : 0;
+    if (q.bias_source) q.squared_norms[b] += bias_squared_norm(q, b);
   }
-  if (q.bias_source)
-    for (int64_t b = begin; b < end; ++b) q.squared_norms[b] += bias_squared_norm(q, b);
 }
 
 }  // namespace

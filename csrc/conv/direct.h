@@ -21,17 +21,16 @@ class DirectNorm {
       const ConvBlock block{output / s.group_out(), 0, s.group_in(), output,
                             std::min(outputs, s.out_channels - output)};
       unfold.pack_input(x, input_layout, block, input.data());
-      unfold.pack_output(g, output_layout, block, grads.data());
+      const auto panels = unfold.panels(g, output_layout, block, grads.data());
       for (int64_t o = 0; o < block.outputs; o += kPanel<A>)
         for (int64_t row = 0; row < s.rows(); row += kTileRows)
-          unfold.tile(input.data(), grads.data(), block, row, o, [&](auto* values) {
+          unfold.tile(input.data(), panels, block, row, o, [&](auto* values) {
             const int64_t width = unfold.panel_width(block.outputs, o), used = std::min(width, block.outputs - o);
             const int64_t rows = std::min(kTileRows, s.rows() - row);
             if (stored)
               for (int64_t i = 0; i < rows; ++i)
                 keep(values + i * width, used, stored + (row + i) * s.out_channels + output + o);
-            if (used == width) return sum.add(values, rows * width);
-            for (int64_t i = 0; i < rows; ++i) sum.add(values + i * width, used);
+            sum.add(values, rows * width);  // zeros beyond `used`
           });
     }
     return sum.total();
@@ -40,25 +39,42 @@ class DirectNorm {
   // Each value errs by at most this times sum_t |g_t| |x_t|.
   static double error(int64_t positions) { return unit_roundoff<A>() * (std::min(positions, kDepth) + 4); }
 
+  // The sum of squares, whatever A, errs by at most this times itself: roundings on a square's way through its tile,
+  // all tiles and the lanes.
+  static double square_error(const ConvShape& s) {
+    const auto parts = [](int64_t n, int64_t part) { return (n + part - 1) / part; };
+    const int64_t panels =
+        own_channels(s) ? parts(s.out_channels, kPanel<double>) : s.groups * parts(s.group_out(), kPanel<double>);
+    const int64_t tiles = panels * parts(s.rows(), kTileRows);
+    return unit_roundoff<double>() * (kTile<float> / kLanes<double> + tiles + kLanes<double>);
+  }
+
  private:
-  // Sum of squares in double.
+  // Sum of squares in double of whole vectors.
   class Squares {
    public:
     template <typename V>
     void add(const V* p, int64_t n) {
+      Vec<double> chains[kChains] = {};
       int64_t i = 0;
-      for (; i + 2 * kLanes<double> <= n; i += 2 * kLanes<double>)
-        for (int64_t u = 0; u < 2; ++u) {
+      for (; i + kChains * kLanes<double> <= n; i += kChains * kLanes<double>) {
+        DPK_UNROLL
+        for (int64_t u = 0; u < kChains; ++u) {
           const Vec<double> x = load_double(p + i + u * kLanes<double>);
-          partial[u] += x * x;
+          chains[u] += x * x;
         }
-      for (; i < n; ++i) rest += static_cast<double>(p[i]) * static_cast<double>(p[i]);
+      }
+      for (; i < n; i += kLanes<double>) {
+        const Vec<double> x = load_double(p + i);
+        chains[0] += x * x;
+      }
+      lanes += (chains[0] + chains[1]) + (chains[2] + chains[3]);
     }
-    double total() const { return lane_sum<double>(partial[0] + partial[1]) + rest; }
+    double total() const { return lane_sum<double>(lanes); }
 
    private:
-    Vec<double> partial[2] = {};
-    double rest = 0;
+    static constexpr int64_t kChains = 4;
+    Vec<double> lanes = {};
   };
 
   // Copies values to where they are stored, and rounds them as they are there.

@@ -88,7 +88,7 @@ class GramNorm {
         for (int64_t c = 0; c < channels; c += kDepth) {
           alignas(64) A values[kTile<A>];
           const A* panel = panels.data() + j * channels + c * kPanel<A>;
-          tile_product<A, kTileVecs, false>(panels.data(), row_offsets, depth_offsets.data() + c, panel,
+          tile_product<A, kTileVecs, false>(panels.data(), row_offsets, depth_offsets.data() + c, panel, kPanel<A>,
                                             std::min(kDepth, channels - c), values);
           for (int64_t r = 0; r < rows; ++r)
             for (int64_t v = 0; v < kPanel<A>; v += kLanes<A>) {

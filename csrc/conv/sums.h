@@ -28,19 +28,20 @@ class BlockSum {
     const int64_t chunk = std::max<int64_t>(1, ConvSumGrid::kOperand / std::max(input_size, output_size));
     input.resize(std::max<std::size_t>(input.size(), chunk * input_size));
     grads.resize(std::max<std::size_t>(grads.size(), chunk * output_size));
+    panels.resize(std::max<std::size_t>(panels.size(), chunk));
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t end = std::min(begin + chunk, count);
       for (int64_t e = begin; e < end; ++e) {
         unfold.pack_input(q.input + examples[e] * s.in_channels * s.pixels(), q.input_layout, part,
                           input.data() + (e - begin) * input_size);
-        unfold.pack_output(q.output_grads + examples[e] * s.out_channels * s.positions(), q.output_layout, part,
-                           grads.data() + (e - begin) * output_size);
+        panels[e - begin] = unfold.panels(q.output_grads + examples[e] * s.out_channels * s.positions(),
+                                          q.output_layout, part, grads.data() + (e - begin) * output_size);
       }
       for (int64_t output = 0; output < part.outputs; output += kPanel<A>)
         for (int64_t row = 0; row < part.channels * s.taps(); row += kTileRows)
           for (int64_t e = begin; e < end; ++e) {
-            const A *x = input.data() + (e - begin) * input_size, *g = grads.data() + (e - begin) * output_size;
-            unfold.tile(x, g, part, row, output, [&](const auto* values) {
+            const A* x = input.data() + (e - begin) * input_size;
+            unfold.tile(x, panels[e - begin], part, row, output, [&](const auto* values) {
               add_tile(part, row, output, q.weights[examples[e]], values, total + row * stride + output, stride);
             });
           }
@@ -76,6 +77,7 @@ class BlockSum {
   const ConvShape& s;
   const Unfold<T, A> unfold;
   std::vector<A> input, grads;  // of a chunk of examples
+  std::vector<typename Unfold<T, A>::Panels> panels;
 };
 
 // to[c, r] = from[r, c]

@@ -15,27 +15,43 @@ constexpr int64_t kPanel = kTileVecs * kLanes<A>;  // outputs of a panel
 template <typename A>
 constexpr int64_t kTile = kTileRows * kPanel<A>;
 
-// values[i, :] = sum_k x[row_offsets[i] + offsets[k]] * panel[k, :] for kVecs vectors of outputs. Not inlined: amid a
-// caller's variables some accumulators would live in memory.
+// values[i, :] = sum_k x[row_offsets[i] + offsets[k]] * panel[k * stride, :] for kVecs vectors of outputs. Not inlined:
+// amid a caller's variables some accumulators would live in memory.
 template <typename A, int64_t kVecs, bool kOwn>
 [[gnu::noinline]] void tile_product(const A* x, const int64_t* row_offsets, const int64_t* offsets, const A* panel,
-                                    int64_t depth, A* values) {
+                                    int64_t stride, int64_t depth, A* values) {
+  constexpr int64_t kChains = kVecs == 1 ? 2 : 1;  // one alone would wait for its products
   const A* rows[kTileRows];
   for (int64_t i = 0; i < kTileRows; ++i) rows[i] = x + row_offsets[i];
-  Vec<A> acc[kTileRows][kVecs];
-  for (int64_t i = 0; i < kTileRows; ++i)
-    for (int64_t v = 0; v < kVecs; ++v) acc[i][v] = Vec<A>{};
-  for (int64_t k = 0; k < depth; ++k) {
+  Vec<A> acc[kChains][kTileRows][kVecs] = {};
+  const auto add = [&](int64_t k, Vec<A>(&to)[kTileRows][kVecs]) {
     const int64_t offset = offsets[k];
     Vec<A> g[kVecs];
-    for (int64_t v = 0; v < kVecs; ++v) g[v] = load<A>(panel + (k * kVecs + v) * kLanes<A>);
-    for (int64_t i = 0; i < kTileRows; ++i)
+    DPK_UNROLL
+    for (int64_t v = 0; v < kVecs; ++v) g[v] = load<A>(panel + k * stride + v * kLanes<A>);
+    DPK_UNROLL
+    for (int64_t i = 0; i < kTileRows; ++i) {
+      DPK_UNROLL
       for (int64_t v = 0; v < kVecs; ++v)
         if constexpr (kOwn)
-          acc[i][v] += load<A>(rows[i] + offset + v * kLanes<A>) * g[v];
+          to[i][v] += load<A>(rows[i] + offset + v * kLanes<A>) * g[v];
         else
-          acc[i][v] += rows[i][offset] * g[v];
+          to[i][v] += rows[i][offset] * g[v];
+    }
+  };
+  int64_t k = 0;
+  for (; k + kChains <= depth; k += kChains) {
+    DPK_UNROLL
+    for (int64_t c = 0; c < kChains; ++c) add(k + c, acc[c]);
   }
-  for (int64_t i = 0; i < kTileRows; ++i)
-    for (int64_t v = 0; v < kVecs; ++v) store<A>(values + (i * kVecs + v) * kLanes<A>, acc[i][v]);
+  for (; k < depth; ++k) add(k, acc[0]);
+  DPK_UNROLL
+  for (int64_t i = 0; i < kTileRows; ++i) {
+    DPK_UNROLL
+    for (int64_t v = 0; v < kVecs; ++v) {
+      Vec<A> sum = acc[0][i][v];
+      if constexpr (kChains == 2) sum += acc[1][i][v];
+      store<A>(values + (i * kVecs + v) * kLanes<A>, sum);
+    }
+  }
 }

@@ -16,6 +16,7 @@ inline void copy_line(const T* from, int64_t from_stride, A* to, int64_t to_stri
 template <typename T, typename A>
 class Unfold {
  public:
+  static constexpr int64_t kNear = 1 << 13;  // values within which lines far apart do not drive each other out of L1
   const ConvShape& s;
   const ConvDirectMap map;
   const bool own;
@@ -68,13 +69,23 @@ class Unfold {
     return outputs - first <= kLanes<A> ? kLanes<A> : kPanel<A>;
   }
 
-  // Panels [positions, outputs of the panel] from an example's output gradients [out_channels, positions]; outputs
-  // beyond the last are zero.
-  void pack_output(const T* g, const ConvLayout& layout, const ConvBlock& block, A* to) const {
+  // Where tiles read the output gradients of a block. The outputs of a panel lie next to each other.
+  struct Panels {
+    const A* values;
+    int64_t output;    // from one output to the next, over a whole number of panels
+    int64_t position;  // from one position to the next; 0: the width of the panel
+  };
+
+  // Of an example's output gradients [out_channels, positions]: these themselves where they lie so, or packed to
+  // `buffer` [positions, outputs of the panel] for each panel; outputs beyond the last are zero.
+  Panels panels(const T* g, const ConvLayout& layout, const ConvBlock& block, A* buffer) const {
     const int64_t positions = s.positions();
+    if constexpr (std::is_same_v<T, A>)
+      if (layout.channel == 1 && block.outputs % kLanes<A> == 0 && std::min(positions, kDepth) * layout.pixel <= kNear)
+        return {g + block.output, 1, layout.pixel};
     for (int64_t first = 0; first < block.outputs; first += kPanel<A>) {
       const int64_t used = std::min(kPanel<A>, block.outputs - first), width = panel_width(block.outputs, first);
-      A* panel = to + first * positions;
+      A* panel = buffer + first * positions;
       const T* from = g + (block.output + first) * layout.channel;
       if (layout.channel == 1)
         for (int64_t t = 0; t < positions; ++t) copy_line(from + t * layout.pixel, 1, panel + t * width, 1, used);
@@ -83,23 +94,24 @@ class Unfold {
       for (int64_t t = 0; t < (used < width ? positions : 0); ++t)
         std::fill(panel + t * width + used, panel + (t + 1) * width, A(0));
     }
+    return {buffer, positions, 0};
   }
 
   // finish(values): the gradient of rows row <= r < row + kTileRows and outputs output <= o < output + panel_width of
   // the block, [kTileRows, panel_width], rows and outputs beyond the last included. Pieces of kDepth positions
   // accumulate in A and join in double, before anything else: they may be large and cancel.
   template <typename Finish>
-  void tile(const A* x, const A* g, const ConvBlock& block, int64_t row, int64_t output, Finish finish) const {
-    const int64_t width = panel_width(block.outputs, output);
-    const A* panel = g + output * s.positions();
+  void tile(const A* x, const Panels& g, const ConvBlock& block, int64_t row, int64_t output, Finish finish) const {
+    const int64_t width = panel_width(block.outputs, output), stride = g.position ? g.position : width;
+    const A* panel = g.values + output * g.output;
     alignas(64) A values[kTile<A>];
     if (s.positions() <= kDepth) {
-      product(x, panel, width, row, 0, s.positions(), values);
+      product(x, panel, stride, width, row, 0, s.positions(), values);
       return finish(values);
     }
     alignas(64) double sum[kTile<A>] = {};
     for (int64_t first = 0; first < s.positions(); first += kDepth) {
-      product(x, panel, width, row, first, std::min(kDepth, s.positions() - first), values);
+      product(x, panel, stride, width, row, first, std::min(kDepth, s.positions() - first), values);
       for (int64_t i = 0; i < kTileRows * width; i += kLanes<double>)
         store<double>(sum + i, load<double>(sum + i) + load_double(values + i));
     }
@@ -114,15 +126,12 @@ class Unfold {
     });
   }
 
-  void product(const A* x, const A* panel, int64_t width, int64_t row, int64_t first, int64_t depth, A* values) const {
-    const int64_t *rows = row_offsets.data() + row, *at = offsets.data() + first;
-    panel += first * width;
-    if (own)
-      width == kPanel<A> ? tile_product<A, kTileVecs, true>(x, rows, at, panel, depth, values)
-                         : tile_product<A, 1, true>(x, rows, at, panel, depth, values);
-    else
-      width == kPanel<A> ? tile_product<A, kTileVecs, false>(x, rows, at, panel, depth, values)
-                         : tile_product<A, 1, false>(x, rows, at, panel, depth, values);
+  void product(const A* x, const A* panel, int64_t stride, int64_t width, int64_t row, int64_t first, int64_t depth,
+               A* values) const {
+    const auto tile = width == kPanel<A> ? own ? &tile_product<A, kTileVecs, true> : &tile_product<A, kTileVecs, false>
+                      : own              ? &tile_product<A, 1, true>
+                                         : &tile_product<A, 1, false>;
+    tile(x, row_offsets.data() + row, offsets.data() + first, panel + first * stride, stride, depth, values);
   }
 };
 

@@ -135,10 +135,11 @@ void matches_the_loop(const ConvShape& s, bool channels_last) {
 int main() {
   check::for_each_isa([] {
     for (const ConvShape& s : {
-             shape(3, 1, 3, 33, {1, 9, 7}, {1, 3, 3}, 1, 1, 1),   // the usual one
-             shape(2, 2, 4, 6, {1, 8, 8}, {1, 4, 2}, 2, 1, 1),    // groups, stride, an even kernel
-             shape(3, 5, 5, 10, {1, 1, 17}, {1, 1, 3}, 1, 2, 2),  // depthwise, one dimension, dilation
-             shape(2, 1, 2, 3, {4, 5, 6}, {3, 2, 3}, 2, 1, 1),    // three dimensions
+             shape(3, 1, 3, 33, {1, 9, 7}, {1, 3, 3}, 1, 1, 1),    // the usual one
+             shape(2, 1, 2, 48, {1, 13, 11}, {1, 3, 3}, 1, 1, 1),  // whole vectors of outputs
+             shape(2, 2, 4, 6, {1, 8, 8}, {1, 4, 2}, 2, 1, 1),     // groups, stride, an even kernel
+             shape(3, 5, 5, 10, {1, 1, 17}, {1, 1, 3}, 1, 2, 2),   // depthwise, one dimension, dilation
+             shape(2, 1, 2, 3, {4, 5, 6}, {3, 2, 3}, 2, 1, 1),     // three dimensions
              shape(0, 1, 2, 3, {1, 4, 4}, {1, 3, 3}, 1, 1, 1),
          })
       for (bool channels_last : {false, true}) {

@@ -59,6 +59,10 @@ CASES = [
     conv(7, 21, (6, 4), (2, 3), groups=7),
     conv(130, 8, (4, 4), (3, 3)),
     conv(2, 3, (20, 21), (3, 3)),  # more positions than one piece holds
+    conv(3, 48, (11, 13), (3, 3)),  # whole vectors of outputs, read in place where they come last
+    conv(2, 96, (9, 11), (3, 3)),  # in place they would lie too far apart
+    conv(4, 32, (5, 5), (3, 3), groups=2),
+    conv(48, 48, (5, 5), (3, 3), groups=48),
     conv(4, 4, (19, 20), (3, 3), groups=4),
     conv(3, 4, (4, 5, 6), (2, 3, 2), (1, 2, 1), (1, 1, 0), (1, 1, 2)),
     conv(4, 6, (5, 4, 3), (3, 1, 3), groups=2),
