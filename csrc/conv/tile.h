@@ -24,7 +24,7 @@ template <typename A, int64_t kVecs, bool kOwn>
   const A* rows[kTileRows];
   for (int64_t i = 0; i < kTileRows; ++i) rows[i] = x + row_offsets[i];
   Vec<A> acc[kChains][kTileRows][kVecs] = {};
-  const auto add = [&](int64_t k, Vec<A>(&to)[kTileRows][kVecs]) {
+  const auto add = [&](int64_t k, Vec<A>(&to)[kTileRows][kVecs]) __attribute__((always_inline)) {
     const int64_t offset = offsets[k];
     Vec<A> g[kVecs];
     DPK_UNROLL
@@ -44,7 +44,7 @@ template <typename A, int64_t kVecs, bool kOwn>
     DPK_UNROLL
     for (int64_t c = 0; c < kChains; ++c) add(k + c, acc[c]);
   }
-  for (; k < depth; ++k) add(k, acc[0]);
+  if (kChains > 1 && k < depth) add(k, acc[0]);
   DPK_UNROLL
   for (int64_t i = 0; i < kTileRows; ++i) {
     DPK_UNROLL
