@@ -24,6 +24,21 @@ static inline void store(T* p, Vec<T> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
+// A std::vector on whole cache lines: a vector of the instruction set that lies across two costs two accesses.
+template <typename T>
+struct CacheAligned {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  CacheAligned() = default;
+  template <typename U>
+  CacheAligned(const CacheAligned<U>&) {}
+  T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* p, std::size_t) { ::operator delete(p, kLine); }
+  bool operator==(const CacheAligned&) const { return true; }
+};
+template <typename T>
+using Buffer = std::vector<T, CacheAligned<T>>;
+
 // Before a loop over an array of vectors, of a length that is known: so that they live in registers.
 #undef DPK_UNROLL
 #define DPK_UNROLL _Pragma("GCC unroll 16")

@@ -94,5 +94,5 @@ class DirectNorm {
   const ConvLayout input_layout, output_layout;
   const Unfold<T, A> unfold;
   const int64_t outputs;  // of a block
-  std::vector<A> input, grads;
+  Buffer<A> input, grads;
 };

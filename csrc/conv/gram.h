@@ -171,9 +171,9 @@ class GramNorm {
   const ConvShape& s;
   const ConvLayout input_layout, output_layout;
   const std::vector<ConvPhase> phases;
-  std::vector<T> inside;                                // [channels, pixels of a phase inside the padding]
-  std::vector<A> panels;                                // of either operand
-  std::vector<A> output_gram, inside_gram, pixel_gram;  // of positions; of the pixels inside the padding; of all pixels
-  std::vector<double> diagonal;                         // ||x_t||^2
-  std::vector<int64_t> depth_offsets;                   // of a channel in its panel
+  std::vector<T> inside;                           // [channels, pixels of a phase inside the padding]
+  Buffer<A> panels;                                // of either operand
+  Buffer<A> output_gram, inside_gram, pixel_gram;  // of positions; of the pixels inside the padding; of all pixels
+  std::vector<double> diagonal;                    // ||x_t||^2
+  std::vector<int64_t> depth_offsets;              // of a channel in its panel
 };

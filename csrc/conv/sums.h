@@ -76,7 +76,7 @@ class BlockSum {
   const ConvSumParams<T>& q;
   const ConvShape& s;
   const Unfold<T, A> unfold;
-  std::vector<A> input, grads;  // of a chunk of examples
+  Buffer<A> input, grads;  // of a chunk of examples
   std::vector<typename Unfold<T, A>::Panels> panels;
 };
 
@@ -94,7 +94,7 @@ void clipped_sums(const ConvSumParams<T>& q, int64_t begin, int64_t end) {
   const ConvSumGrid grid(s);
   BlockSum<T, T> sum(q, grid.channels);
   std::unique_ptr<BlockSum<T, double>> wide_sum;
-  std::vector<double> total;
+  Buffer<double> total;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t slice = task / grid.blocks();
     const ConvBlock block = grid.block(task % grid.blocks());
