@@ -30,7 +30,7 @@ class DirectNorm {
             if (stored)
               for (int64_t i = 0; i < rows; ++i)
                 keep(values + i * width, used, stored + (row + i) * s.out_channels + output + o);
-            sum.add(values, rows * width);  // zeros beyond `used`
+            sum.add(values, rows * width);  // beyond `used` output gradients are zero
           });
     }
     return sum.total();
