@@ -1,4 +1,4 @@
-# dpkernels from a fresh clone: `make demo` trains privately on real data, `make test` runs every test.
+# dpkernels from a fresh clone: `make demo` trains privately on real data, `make test` runs the tests, `make test-all` the slow ones too.
 # Everything is made inside the clone: .venv/ (tools/environment.py says which torch it gets), build/ and runs/.
 #   make PYTHON=python3.12   the Python of .venv, where `python3` is not the right one
 
@@ -14,19 +14,24 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # ninja, cmake and the compiled tools of .venv first; behind them, those of an environment that .venv shares.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test cpp-test lint build bench cuda clean
+.PHONY: help demo test test-all cpp-test lint build bench cuda clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 demo: build ## Train a classifier privately on real handwritten digits
 	@rm -rf runs/demo
 	$(BIN)/dpkernels train --dataset digits --epsilon 3 --out runs/demo
 
 # A worker for each CPU; a file's tests stay together, as their fixtures want. Memory, not CPUs, sets the most.
-test: cpp-test ## Run the C++ tests and the Python tests
-	DPKERNELS_SIMT=$(CPP) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+PYTEST = DPKERNELS_SIMT=$(CPP) $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+test: cpp-test ## Run the C++ tests and the Python tests, without the slow ones
+	$(PYTEST) --dist loadfile
+
+test-all: cpp-test ## Run every test, the slow ones included
+	$(PYTEST) --dist loadfile -m ""
 
 cpp-test: $(STAMPS)/test
 	cmake -S . -B $(CPP) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(CMAKE_OPTIONS)
