@@ -162,7 +162,7 @@ class PrivateDataNorm(nn.Module):
             how: bounds are in public units, those of ``forward`` before the release.
             ledger: the release is recorded before its noise is drawn; None only where the event is accounted for
                 elsewhere.
-            key: of the noise and the sample, and of no other release of statistics; a fresh one where None.
+            key: of the noise and the sample, from streams that nothing else was drawn from; a fresh one where None.
 
         Raises:
             ValueError: features of another shape. RuntimeError: the statistics were released before.
@@ -171,13 +171,14 @@ class PrivateDataNorm(nn.Module):
         if self.weak is not None:
             raise RuntimeError("the statistics were released before: make another PrivateDataNorm for another release")
         key = Key.fresh() if key is None else key
+        first = key.claim(Domain.NORMALIZATION, count=3)  # the noise of two sums, and the sample
         sums = torch.zeros(2, self.channels, dtype=torch.float64)
         seen = 0
         for features in batches:
             if features.dim() < 2 or features.size(1) != self.channels:
                 raise ValueError(f"batches must give [rows, {self.channels}, ...], got {tuple(features.shape)}")
             rows = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
-            chosen = _chosen(key, seen, len(rows), how.sampling_rate)
+            chosen = _chosen(key, first + 2, seen, len(rows), how.sampling_rate)
             seen += len(rows)
             sums += self._contributions(rows[chosen], how).sum(1)
         if ledger is not None:
@@ -185,7 +186,7 @@ class PrivateDataNorm(nn.Module):
         noisy = torch.stack(
             [
                 _noisy(total, bound, how.noise_multiplier, key, step)
-                for step, (total, bound) in enumerate(zip(sums, (how.mean_bound, how.square_bound), strict=True))
+                for step, (total, bound) in enumerate(zip(sums, (how.mean_bound, how.square_bound), strict=True), first)
             ]
         )
         mean, square = noisy / how.count
@@ -222,11 +223,11 @@ class PrivateDataNorm(nn.Module):
         return f"{self.channels}, min_ratio={self.min_ratio:g}, prior={self.prior:g}"
 
 
-def _chosen(key: Key, first: int, count: int, rate: float) -> Tensor:
-    """Which of the ``count`` examples from ``first`` on are in the sample; its stream is none of the noise's."""
+def _chosen(key: Key, step: int, first: int, count: int, rate: float) -> Tensor:
+    """Which of the ``count`` examples from ``first`` on are in the sample of stream ``step``."""
     if rate == 1:
         return torch.arange(count)
-    drawn = key.sample(Domain.NORMALIZATION, 2, first + count, rate)
+    drawn = key.sample(Domain.NORMALIZATION, step, first + count, rate)
     return drawn[drawn >= first] - first
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ from dpkernels.ops import noise
 
 
 class Domain(IntEnum):
-    """What a stream is drawn for. With the logical step it is the nonce: no two uses share a stream."""
+    """What a stream is drawn for. With the step it is the nonce: no two releases share a stream, see `Key.claim`."""
 
     NOISE = 0
     SAMPLING = 1
@@ -44,9 +45,12 @@ class Key:
     A fresh key exists in one process and one object only: it is in no file, and a copy, an unpickled object or a forked
     process draws a new one, so that noise is never used twice. A key from a seed keeps its seed, for tests and
     comparisons: what is drawn from it is reproducible and therefore not private.
+
+    Reading a stream again gives the same values. Whoever draws for a release therefore claims the stream first, and the
+    object refuses a second claim: one key may serve several releases, and none shares noise or a sample with another.
     """
 
-    __slots__ = ("_process", "_seed", "_value")
+    __slots__ = ("_free", "_process", "_seed", "_value")
 
     def __init__(self) -> None:
         """Draw a fresh key from the operating system."""
@@ -78,6 +82,7 @@ class Key:
         else:
             value = hashlib.blake2b(str(self._seed).encode(), digest_size=32, person=b"dpkernels.seed").digest()
         self._value = torch.tensor(list(value), dtype=torch.uint8)
+        self._free: dict[Domain, int] = {}  # the first step that nothing was claimed from
         self._process = _process()
 
     @property
@@ -88,9 +93,42 @@ class Key:
     @property
     def value(self) -> Tensor:
         """The key itself, uint8 [32], for operators; a fresh key is another one after a fork. Keep it nowhere."""
+        self._follow_fork()
+        return self._value
+
+    def _follow_fork(self) -> None:
         if self._process != _process():
             self._renew()
-        return self._value
+
+    def free(self, domain: Domain) -> int:
+        """The first step of ``domain`` from which on no stream was claimed."""
+        self._follow_fork()
+        return self._free.get(Domain(domain), 0)
+
+    def claim(self, domain: Domain, step: int | None = None, *, count: int = 1) -> int:
+        """Take ``count`` streams of ``domain`` for one release, those from ``step`` on; returns ``step``.
+
+        Steps go up: one below a claimed step can no longer be claimed. By default the first free ones are taken.
+
+        Raises:
+            RuntimeError: the stream of ``step``, or of a later one, was claimed before.
+        """
+        free = self.free(domain)
+        if step is None:
+            step = free
+        if step < free:
+            raise RuntimeError(
+                f"the {Domain(domain).name.lower()} stream of step {step} was drawn from this key before, and two "
+                "releases must not share one. Give every run and every loader of another optimizer a key of its own, "
+                "by leaving key out."
+            )
+        self._free[Domain(domain)] = step + count
+        return step
+
+    def give_back(self, domain: Domain, step: int) -> None:
+        """Undo the claims from ``step`` on: nothing that was drawn from these streams is released, or the key is seeded
+        and the same release is made again."""
+        self._free[Domain(domain)] = min(step, self.free(domain))
 
     def bits(self, domain: Domain, step: int, count: int, *, offset: int = 0) -> Tensor:
         """Uniform 64-bit words: int64 [count], see :func:`dpkernels.ops.noise.random_bits`."""
@@ -126,3 +164,14 @@ class Key:
 
     def __repr__(self) -> str:
         return f"Key({'seeded' if self.seeded else 'fresh'})"
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The Poisson sample of one logical batch, which its loader shows with each of the physical batches.
+
+    It is told by its identity: a loader that draws the same step again makes another one.
+    """
+
+    key: Key
+    step: int

@@ -163,7 +163,7 @@ class NearPrivate:
             private: of the private examples, each row a function of its example. A row that is not finite has no part.
             ledger: each release is recorded before its noise is drawn; None only where both are accounted for
                 elsewhere.
-            key: of the noise, and of no other selection; a fresh one where None.
+            key: of the noise, from streams that nothing else was drawn from; a fresh one where None.
 
         Raises:
             ValueError: the shapes differ, or count exceeds the candidates.

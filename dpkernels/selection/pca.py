@@ -14,7 +14,6 @@ from dpkernels.random import Domain, Key
 
 BITS = 15
 """Private rows are integers in units of bound / 2^BITS: products of two and their sums are exact in float64."""
-STREAM = 0  # of Domain.SELECTION; `support` has 1
 _EXACT_ROWS = 2**20  # 2^20 2^(2 BITS) < 2^53
 _LARGEST_NOISE = 2.0**10  # 2^10 2^(2 BITS) is as wide as noise on the grid of integers can be
 
@@ -75,7 +74,7 @@ class PCARelease:
         """The noisy sum of outer products, float64 [features, features], of private rows [rows, features].
 
         ledger: the release is recorded before its noise is drawn; None only where it is accounted for elsewhere.
-        key: of the noise, and of no other release of components; a fresh one where None.
+        key: of the noise, from a stream that nothing else was drawn from; a fresh one where None.
         """
         check_rows("rows", rows)
         features = rows.size(1)
@@ -100,9 +99,9 @@ class PCARelease:
     def _noise(self, features: int, key: Key) -> Tensor:
         """Symmetric integers [features, features], in units of R^2 / 4^BITS."""
         std = self.noise_multiplier * 4.0**BITS
-        upper = torch.triu_indices(features, features, 1)
+        upper, stream = torch.triu_indices(features, features, 1), key.claim(Domain.SELECTION)
         drawn = [
-            key.grid_normal(Domain.SELECTION, STREAM, count, noise_std=width, grid=1.0, offset=offset).long()
+            key.grid_normal(Domain.SELECTION, stream, count, noise_std=width, grid=1.0, offset=offset).long()
             for count, width, offset in ((features, std, 0), (upper.size(1), std * math.sqrt(0.5), features))
         ]
         noise = torch.diag(drawn[0])

@@ -11,7 +11,6 @@ from dpkernels.accounting import Event, Ledger, PureEpsilon
 from dpkernels.random import Domain, Key, discrete_laplace
 from dpkernels.selection.pca import check_rows, fixed_point
 
-STREAM = 1  # of Domain.SELECTION; `pca` has 0
 _DIRECTION_BITS = 18
 _AT_ONCE = 2**22  # distances held at once
 
@@ -67,7 +66,7 @@ class SupportRelease:
             threshold: the least uncertainty that counts; a constant, or of public data.
             bound: rows are clipped to this norm, private and public ones alike.
             ledger: the release is recorded before its noise is drawn; None only where it is accounted for elsewhere.
-            key: of the noise, and of no other release of counts; a fresh one where None.
+            key: of the noise, from a stream that nothing else was drawn from; a fresh one where None.
         """
         if scores.shape != private.shape[:1]:
             raise ValueError(f"scores must be [{len(private)}], one per private row, got {tuple(scores.shape)}")
@@ -78,7 +77,8 @@ class SupportRelease:
         if ledger is not None:
             ledger.record(self.event, "support counts")
         key = Key.fresh() if key is None else key
-        return counts + discrete_laplace(key, Domain.SELECTION, STREAM, len(public), epsilon=self.epsilon)
+        stream = key.claim(Domain.SELECTION)
+        return counts + discrete_laplace(key, Domain.SELECTION, stream, len(public), epsilon=self.epsilon)
 
 
 def nearest(rows: Tensor, points: Tensor, directions: Tensor, bound: float) -> Tensor:

@@ -331,7 +331,8 @@ class _Run:
         train, device = self.dataset.train, self.execution.device
         rows = self.execution.physical_batch_size
         right = round(accuracy(self.released, train, device=device, batch_size=rows) * len(train))
-        noise = self.optimizer.key.grid_normal(Domain.SCORE, 0, 1, noise_std=sigma, grid=1.0).item()
+        key = self.optimizer.key
+        noise = key.grid_normal(Domain.SCORE, key.claim(Domain.SCORE), 1, noise_std=sigma, grid=1.0).item()
         return min(max((right + noise) / self.plan.dataset_size, 0.0), 1.0)
 
 

@@ -13,7 +13,7 @@ import dpkernels as dpk
 from dpkernels.accounting import Gaussian, Ledger, SampledGaussian
 from dpkernels.accounting.ledger import BudgetExceededError
 from dpkernels.features import GroupNorm, NormRelease, PrivateDataNorm
-from dpkernels.random import Key
+from dpkernels.random import Domain, Key
 
 QUIET = 1e-12  # a noise multiplier that changes nothing that is tested
 
@@ -224,3 +224,14 @@ def test_statistics_and_features_that_are_refused() -> None:
         norm(torch.zeros(2, 4, 5))
     with pytest.raises(ValueError, match=r"batches must give \[rows, 3, \.\.\.\]"):
         norm.release([torch.zeros(2, 4, 5)], NormRelease(5, 1.0, 1.0, 1.0), ledger=None)
+
+
+def test_two_releases_with_one_key_share_no_noise() -> None:
+    """Their difference would be free of noise otherwise, and tell the data."""
+    key, means = Key.fresh(), []
+    for _ in range(2):
+        norm = PrivateDataNorm(torch.zeros(3), torch.ones(3), prior=math.inf)
+        norm.release([torch.zeros(10, 3, 4)], NormRelease(10, 8.0, 1.0, 1.0, 0.5), ledger=None, key=key)
+        means.append(norm.mean)
+    assert (means[0] != means[1]).all()
+    assert key.free(Domain.NORMALIZATION) == 6  # the noise of two sums and the sample, twice

@@ -109,3 +109,33 @@ def test_a_fork_is_noticed_when_the_process_id_returns(monkeypatch: pytest.Monke
 def test_unknown_domain() -> None:
     with pytest.raises(ValueError, match="99 is not a valid Domain"):
         Key.fresh().bits(99, 0, 1)  # type: ignore[arg-type]
+
+
+def test_a_stream_is_claimed_once() -> None:
+    """Steps of a domain go up, from any first one; domains know nothing of one another."""
+    for key in (Key.fresh(), Key.from_seed(1)):
+        assert [key.claim(Domain.SCORE) for _ in range(3)] == [0, 1, 2]
+        assert key.claim(Domain.SCORE, count=4) == 3
+        assert key.claim(Domain.SCORE, 10) == 10
+        assert key.free(Domain.SCORE) == 11
+        for step in (0, 8, 10):
+            with pytest.raises(RuntimeError, match=f"score stream of step {step} was drawn from this key before"):
+                key.claim(Domain.SCORE, step)
+        assert key.claim(Domain.SAMPLING, 2) == 2
+        assert key.free(Domain.NOISE) == 0
+        key.give_back(Domain.SCORE, 9)
+        key.give_back(Domain.SCORE, 20)  # nothing to give back
+        assert key.claim(Domain.SCORE) == 9
+
+
+def test_claims_are_of_the_key_and_not_of_its_copies() -> None:
+    fresh = Key.fresh()
+    fresh.claim(Domain.NOISE, 5)
+    assert copy.deepcopy(fresh).free(Domain.NOISE) == 0
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, str(fresh.claim(Domain.NOISE)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 9) == b"0"
+    assert fresh.free(Domain.NOISE) == 6

@@ -21,6 +21,9 @@ UNIT = 4.0**-BITS  # of a second moment, where the bound is 1
 class Silent:
     """A key whose noise is 0, to see what is released beside the noise."""
 
+    def claim(self, domain: Domain) -> int:
+        return 0
+
     def grid_normal(self, domain: Domain, step: int, count: int, **rest: float) -> Tensor:
         return torch.zeros(count, dtype=torch.float64)
 
@@ -129,7 +132,7 @@ def test_one_example_changes_one_count_by_one() -> None:
         keep = torch.arange(60) != i
         changes.append(int((whole - support(rows[keep], scores[keep], points)).abs().sum()))
     assert changes == [0, *(scores[1:] >= 0.5).long().tolist()]
-    noise = discrete_laplace(Key.from_seed(7), Domain.SELECTION, 1, 9, epsilon=0.7)
+    noise = discrete_laplace(Key.from_seed(7), Domain.SELECTION, 0, 9, epsilon=0.7)
     assert (whole - noise).sum() == sum(changes)
     assert (whole - noise).min() >= 0
 
@@ -214,3 +217,19 @@ def test_what_is_refused() -> None:
         nearest(rows, rows, torch.eye(3), bound=1.0)
     with pytest.raises(ValueError, match=r"scores must be \[3\], one per private row"):
         support(rows, torch.zeros(2), rows)
+
+
+def test_releases_with_one_key_share_no_noise() -> None:
+    """Of the same data, so that equal noise would give equal releases: in any order, also of two kinds."""
+    key, rows = Key.fresh(), torch.zeros(5, 4)
+    pca, counts = PCARelease(1.0, 1.0), SupportRelease(0.1)
+    how = {"threshold": 0.5, "bound": 1.0, "ledger": None, "key": key}
+    first, second = (counts.counts(rows, torch.ones(5), torch.eye(4), torch.eye(4), **how) for _ in range(2))
+    moments = [pca.second_moments(rows, ledger=None, key=key) for _ in range(2)]
+    assert not torch.equal(first, second)
+    assert not torch.equal(*moments)
+    fresh = Key.from_seed(3)
+    assert torch.equal(
+        pca.second_moments(rows, ledger=None, key=fresh), pca.second_moments(rows, ledger=None, key=Key.from_seed(3))
+    )
+    assert fresh.free(Domain.SELECTION) == 1
