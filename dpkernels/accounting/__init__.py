@@ -6,7 +6,8 @@ plan(*, dataset_size, batch_size, delta, epochs | steps, target_epsilon | noise_
      accountant="auto") -> Plan
     Plan: dataset_size, batch_size, epochs, steps, sampling_rate, noise_multiplier, delta, epsilon, target_epsilon,
     compose_with, accountant, bound (lower and upper), step_event (one step), events (all that is allowed);
-    str(plan) is the privacy statement
+    str(plan) is the privacy statement; plan.claim(noise_error) with noise that is so far from ideal
+claim(events, delta, accountant="auto", noise_error=0.0) -> Bound    # what may be stated, real noise included
 bound(events, delta, accountant="auto") -> Bound    # lower, upper, accountant, method, notes
 
 Gaussian(noise_multiplier, count=1), SampledGaussian(noise_multiplier, sampling_rate, count=1),
@@ -23,10 +24,11 @@ BudgetExceededError, LedgerLockedError, AccountantUnavailableError, AccountantCo
 """
 
 from dpkernels.accounting import iteration, tuning
-from dpkernels.accounting.accountants import bound, epsilon
+from dpkernels.accounting.accountants import bound, claim, epsilon
 from dpkernels.accounting.bounds import AccountantContradictionError, AccountantUnavailableError, Bound
 from dpkernels.accounting.calibration import noise_multiplier
-from dpkernels.accounting.ledger import BudgetExceededError, Entry, Ledger, LedgerLockedError
+from dpkernels.accounting.ledger import BudgetExceededError, Entry, Ledger
+from dpkernels.accounting.locked_file import LedgerLockedError
 from dpkernels.accounting.mechanisms import Event, Gaussian, Laplace, PureEpsilon, SampledGaussian
 from dpkernels.accounting.planning import Plan, plan
 
@@ -45,6 +47,7 @@ __all__ = [
     "PureEpsilon",
     "SampledGaussian",
     "bound",
+    "claim",
     "epsilon",
     "iteration",
     "noise_multiplier",

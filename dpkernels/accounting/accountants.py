@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -12,6 +13,11 @@ from dpkernels.accounting.mechanisms import Event, SampledGaussian, check_count,
 
 Accountant: TypeAlias = Literal["auto", "prv", "pld", "rdp", "rdp-classic"]
 ACCOUNTANTS: tuple[Accountant, ...] = ("auto", "prv", "pld", "rdp", "rdp-classic")
+KEPT = 2.0**-20
+"""The part of delta that a claim keeps for its noise, at least. It moves epsilon by less than a millionth, and is more
+than the noise of small models needs, so that a plan and all that is made by it state one figure."""
+LEAST_NOISE_ERROR = 2.0**-99
+"""Total variation from ideal of one value of the package's noise, at least (``dpkernels.ops.noise``)."""
 
 
 def epsilon(
@@ -52,6 +58,43 @@ def bound(events: Sequence[Event], delta: float, accountant: Accountant = "auto"
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, got {accountant!r}")
     return _bound(merge(check_events("events", events)), check_delta(delta), accountant)
+
+
+def claim(events: Sequence[Event], delta: float, accountant: Accountant = "auto", *, noise_error: float = 0.0) -> Bound:
+    """The bound on epsilon that may be stated at ``delta``, where noise comes from a real sampler.
+
+    Accountants take noise to be ideal. Where all releases together are within a total variation of ``noise_error`` of
+    those with ideal noise, and these are (epsilon, d)-private, they are (epsilon, d + (1 + e^epsilon) noise_error)-
+    private. So accountants are asked at delta less that share, for which a power of two of delta is kept: ``KEPT``, or
+    more where the share is larger. Where it would exceed half of delta no epsilon is stated: ``upper`` is infinite, and
+    ``refusal`` says why.
+    """
+    events, delta = check_events("events", events), check_delta(delta)
+    ideal = bound(events, delta * (1 - KEPT), accountant)
+    found, part = ideal, KEPT
+    while (share := _share(found.upper, noise_error)) > part * delta and not math.isinf(found.upper):
+        part = 2.0 ** min(math.ceil(math.log2(share / delta)), 0)
+        if part > 0.5:
+            return replace(found, upper=math.inf, noise_error=noise_error, refusal=_refusal(ideal, delta, noise_error))
+        found = bound(events, delta * (1 - part), accountant)
+    return replace(found, kept=part * delta, noise_error=noise_error)
+
+
+def _share(epsilon: float, noise_error: float) -> float:
+    """What ``noise_error`` adds to delta. Beyond 700 it is more than any delta."""
+    return (1 + math.exp(min(epsilon, 700.0))) * noise_error
+
+
+def _refusal(ideal: Bound, delta: float, noise_error: float) -> str:
+    share = _share(ideal.upper, noise_error)
+    largest = math.floor(math.log(delta / noise_error) - 4)  # what it adds is a fiftieth of delta then
+    advice = f"an epsilon of up to {largest} can be" if largest > 0 else "nothing can be"
+    return (
+        f"with ideal noise epsilon would be {ideal.upper:.6g}, but the noise is within a total variation of "
+        f"{noise_error:.2g} of ideal, and 1 + e^epsilon times as much "
+        f"({f'{share:.2g}' if share < 1 else 'more than 1'}) has to be added to delta; at delta={delta:g} {advice} "
+        f"stated with this noise"
+    )
 
 
 def estimate(events: Sequence[Event], delta: float) -> float:

@@ -22,6 +22,15 @@ class Bound:
     notes: tuple[str, ...] = ()
     """What the other accountants said, one line each."""
 
+    kept: float = 0.0
+    """The part of delta that ``claim`` keeps for what the noise differs from ideal: accountants got the rest."""
+
+    noise_error: float = 0.0
+    """Total variation of the noise of all releases from ideal, which that part covers."""
+
+    refusal: str = ""
+    """Why no epsilon can be stated, where that is due to the noise and ``upper`` is infinite for it."""
+
     def __str__(self) -> str:
         return f"epsilon in [{self.lower:.6g}, {self.upper:.6g}] by {self.method}"
 

@@ -2,15 +2,14 @@
 
 On disk it is one small JSON file, replaced atomically and synced. Training steps are written in blocks ahead of their
 use: a process that is killed leaves up to a block of reserved steps behind, and those stay spent, since their noise may
-have been drawn. A lock that ends with its process keeps two live processes from one ledger. Two copies of a folder
-cannot be told apart.
+have been drawn. A lock of the file itself (`locked_file.py`) keeps two live processes from one ledger. Two copies of a
+folder cannot be told apart.
 
 This module imports the standard library only, so that a ledger opens in milliseconds.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -22,14 +21,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dpkernels.accounting.mechanisms import EVENT_TYPES, Event, check_delta, event_from_dict
+from dpkernels.accounting.locked_file import LockedFile
+from dpkernels.accounting.mechanisms import EVENT_TYPES, Event, check_delta, check_number, event_from_dict
 
 if TYPE_CHECKING:
     from dpkernels.accounting.bounds import Bound
     from dpkernels.accounting.planning import Plan
 
 FORMAT = "dpkernels-ledger"
-VERSION = 1
+VERSION = 2
 SECONDS_AHEAD = 0.5
 """One write reserves the steps of about so much training: that is what a kill wastes, and a write takes
 milliseconds."""
@@ -40,10 +40,6 @@ class BudgetExceededError(RuntimeError):
     """The release would cost more than the plan allows. Nothing was released and the ledger is as it was."""
 
 
-class LedgerLockedError(RuntimeError):
-    """Another live process, or another ledger object of this one, has the ledger open."""
-
-
 @dataclass(frozen=True)
 class Entry:
     """Releases of one kind in a row."""
@@ -51,6 +47,8 @@ class Entry:
     what: str
     event: Event
     is_step: bool
+    noise_error: float = 0.0
+    """Total variation of the noise of one of them from ideal."""
 
 
 _STEP = "training step"
@@ -66,9 +64,10 @@ class Ledger:
             in the file.
 
     Raises:
-        LedgerLockedError: another live process has the ledger open.
+        LedgerLockedError: another live process has the ledger open; also later, where the file was removed or replaced.
         ValueError: the file is not a ledger, is damaged, or was written with another ``seeded``.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, the file has several names (hard links), or its file system or the
+            system has no file locks.
     """
 
     def __init__(self, path: Path | str | None = None, budget: Plan | None = None, *, seeded: bool = False) -> None:
@@ -78,28 +77,26 @@ class Ledger:
         self._entries: list[Entry] = []
         self._ahead = 0  # steps of the last entry that are on disk but not handed out yet
         self._owner = os.getpid()
-        self._lock: _Lock | None = None
+        self._file: LockedFile | None = None
         self._closed = False
         self._block, self._reserved_at = 1, -math.inf
         self._allowance: dict[tuple[tuple[Event, ...], Event], int] = {}
         if self._path is not None:
-            self._lock = _Lock(self._path)
+            self._file = LockedFile(self._path, self._document([]))
             try:
-                if self._path.exists():
-                    self._entries = self._read()
-                else:
-                    self._write(self._entries)
+                self._entries = self._read(self._file.read())
             except BaseException:
-                self._lock.release()
+                self._file.close()
                 raise
 
     # ---- spending
 
-    def reserve_step(self, event: Event) -> int:
+    def reserve_step(self, event: Event, noise_error: float = 0.0) -> int:
         """Put one training step into the ledger before its noise is drawn, and return its index.
 
         The index counts the steps reserved before it, those of earlier processes and of their unused blocks included:
-        it never repeats over the ledger's life, and may serve as nonce.
+        it never repeats over the ledger's life, and may serve as nonce. ``noise_error`` bounds the total variation of
+        the step's noise from ideal.
 
         Raises:
             BudgetExceededError: the step would exceed the budget.
@@ -108,18 +105,19 @@ class Ledger:
         self._check(event)
         if event.count != 1:
             raise ValueError(f"event must be one step, got count={event.count}")
-        if not (self._ahead and self._entries[-1].event.times(1) == event):
-            self._reserve(event)
+        single = Entry(_STEP, event, True, _check_error(noise_error))
+        if not (self._ahead and _single(self._entries[-1]) == single):
+            self._reserve(single)
         self._ahead -= 1
         return self.reserved - self._ahead - 1
 
-    def record(self, event: Event, what: str) -> None:
+    def record(self, event: Event, what: str, noise_error: float = 0.0) -> None:
         """Put another release into the ledger before it is made, named ``what`` (a normalization, a selection).
 
-        Raises as ``reserve_step`` does.
+        ``noise_error`` bounds the total variation of its noise from ideal. Raises as ``reserve_step`` does.
         """
         self._check(event)
-        entries = _append(self._used(), Entry(str(what), event, False))
+        entries = _append(self._used(), Entry(str(what), event, False, _check_error(noise_error)))
         excess = self._excess(entries)
         if excess > 0 and self._budget is not None:
             raise BudgetExceededError(
@@ -128,16 +126,17 @@ class Ledger:
             )
         self._save(entries, 0)
 
-    def _reserve(self, single: Event) -> None:
+    def _reserve(self, single: Entry) -> None:
         """Write a block of steps ahead, as many as are used up in about ``SECONDS_AHEAD``."""
         used = self._used()
-        left = self._most_steps(single) - sum(e.event.count for e in used if e.is_step and e.event.times(1) == single)
+        event = single.event
+        left = self._most_steps(event) - sum(e.event.count for e in used if e.is_step and e.event.times(1) == event)
         now = time.monotonic()
         self._block = (
             max(1, self._block // 2) if now - self._reserved_at > SECONDS_AHEAD else min(2 * self._block, MAX_BLOCK)
         )
         block = 1 if self._path is None else min(self._block, left)
-        self._save(_append(used, Entry(_STEP, single.times(block), True)), block)
+        self._save(_append(used, replace(single, event=event.times(block))), block)
         self._reserved_at = now
 
     def _most_steps(self, single: Event) -> int:
@@ -176,7 +175,9 @@ class Ledger:
         budget = self._budget
         if budget is None or _within(entries, budget.events):
             return 0.0
-        return _bound([entry.event for entry in entries], budget.delta, budget.accountant).upper - budget.epsilon
+        spent = _claim([entry.event for entry in entries], budget.delta, budget.accountant).upper
+        allowed = budget.claim(0.0).upper
+        return 0.0 if spent == allowed else spent - allowed  # both may be infinite
 
     # ---- reading
 
@@ -207,21 +208,36 @@ class Ledger:
         return tuple(entry.event for entry in self._used())
 
     def bound(self, delta: float, accountant: str = "auto") -> Bound:
-        """Lower and upper bound on epsilon at ``delta`` of what was spent."""
-        return _bound(self.events(), check_delta(delta), accountant)
+        """Lower and upper bound on epsilon at ``delta`` of what was spent so far, by ``dpkernels.accounting.claim``."""
+        error = sum(entry.noise_error * entry.event.count for entry in self._used())
+        return _claim(self.events(), check_delta(delta), accountant, error)
 
     def epsilon(self, delta: float) -> float:
-        """Upper bound on epsilon at ``delta`` of what was spent; 0 before the first release."""
+        """Upper bound on epsilon at ``delta`` of what was spent; 0 before the first release, infinite where none can be
+        stated."""
         return self.bound(delta).upper
 
+    def claim(self, delta: float) -> Bound:
+        """The bound to publish at ``delta``: with a budget that of its whole plan, however much of it was spent.
+
+        Training that stops early may stop on something it saw, so that its result costs what it was allowed to spend.
+        """
+        spent, plan = self.bound(delta), self._budget
+        if plan is None:
+            return spent
+        used = self._used()
+        of_step = max((entry.noise_error for entry in used if entry.is_step), default=0.0)
+        others = sum(entry.noise_error * entry.event.count for entry in used if not entry.is_step)
+        planned = replace(plan, delta=check_delta(delta)).claim(
+            max(of_step * plan.steps, plan.bound.noise_error) + others
+        )
+        return planned if spent.upper <= planned.upper else spent
+
     def statement(self, delta: float) -> str:
-        """The privacy statement of what was spent, fit for a model card."""
+        """The privacy statement, fit for a model card: of the whole plan where there is one, else of what was spent."""
         from dpkernels.accounting.statement import statement
 
-        releases = [(entry.what, entry.event) for entry in self._used()]
-        return statement(
-            self.events(), self.bound(delta), delta, releases=releases, seeded=self._seeded, planned=self._budget
-        )
+        return statement(self.claim(delta), delta, self.entries(), plan=self._budget, seeded=self._seeded)
 
     # ---- life
 
@@ -259,8 +275,8 @@ class Ledger:
             self.commit()
         finally:
             self._closed = True
-            if self._lock is not None:
-                self._lock.release()
+            if self._file is not None:
+                self._file.close()
 
     def __enter__(self) -> Ledger:
         return self
@@ -293,34 +309,24 @@ class Ledger:
 
     def _save(self, entries: list[Entry], ahead: int) -> None:
         """Write first: where that fails, the ledger in memory stays what it was."""
-        if self._path is not None:
-            self._write(entries)
+        if self._file is not None:
+            self._file.write(self._document(entries))
         self._entries, self._ahead = entries, ahead
 
-    def _write(self, entries: Sequence[Entry]) -> None:
-        assert self._path is not None
+    def _document(self, entries: Sequence[Entry]) -> bytes:
         document = {
             "format": FORMAT,
             "version": VERSION,
             "seeded": self._seeded,
-            "entries": [{"what": e.what, "step": e.is_step} | e.event.to_dict() for e in entries],
+            "entries": [
+                {"what": e.what, "step": e.is_step, "noise_error": e.noise_error} | e.event.to_dict() for e in entries
+            ],
         }
-        temporary = self._path.with_name(self._path.name + ".new")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        return json.dumps(document, indent=1).encode()
 
-    def _read(self) -> list[Entry]:
-        assert self._path is not None
+    def _read(self, content: bytes) -> list[Entry]:
         try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
+            document = json.loads(content)
             if document["format"] != FORMAT or document["version"] != VERSION:
                 raise ValueError(f"format {document['format']!r} version {document['version']!r}")
             seeded = document["seeded"]
@@ -334,48 +340,31 @@ class Ledger:
         return entries
 
 
-class _Lock:
-    """An exclusive lock on PATH.lock. The operating system ends it with the process, and forked children do not hold
-    it."""
+def _claim(events: Sequence[Event], delta: float, accountant: str, noise_error: float = 0.0) -> Bound:
+    from dpkernels.accounting.accountants import claim
 
-    def __init__(self, path: Path) -> None:
-        self._key = (os.getpid(), os.path.realpath(path))
-        if self._key in _HELD:
-            raise LedgerLockedError(f"{path} is already open in this process")
-        self._file = open(path.with_name(path.name + ".lock"), "a", encoding="utf-8")  # noqa: SIM115
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as reason:
-            self._file.close()
-            raise LedgerLockedError(f"{path} is open in another live process") from reason
-        _HELD.add(self._key)
-
-    def release(self) -> None:
-        _HELD.discard(self._key)
-        self._file.close()
+    return claim(events, delta, accountant, noise_error=noise_error)  # type: ignore[arg-type]
 
 
-_HELD: set[tuple[int, str]] = set()  # (process, file): record locks do not keep a process from itself
-
-
-def _bound(events: Sequence[Event], delta: float, accountant: str) -> Bound:
-    from dpkernels.accounting.accountants import bound
-
-    return bound(events, delta, accountant)  # type: ignore[arg-type]
+def _check_error(value: object) -> float:
+    return check_number("noise_error", value, 0.0, 1.0, "a number from 0 to 1")
 
 
 def _entry(values: dict[str, Any]) -> Entry:
     values = dict(values)
-    what, is_step = values.pop("what"), values.pop("step")
-    return Entry(str(what), event_from_dict(values), bool(is_step))
+    what, is_step, error = values.pop("what"), values.pop("step"), values.pop("noise_error")
+    return Entry(str(what), event_from_dict(values), bool(is_step), _check_error(error))
+
+
+def _single(entry: Entry) -> Entry:
+    return replace(entry, event=entry.event.times(1))
 
 
 def _append(entries: list[Entry], entry: Entry) -> list[Entry]:
     """``entries`` with ``entry`` at the end, joined to the last one where they are of one kind."""
-    if entries:
+    if entries and _single(entries[-1]) == _single(entry):
         last = entries[-1]
-        if (last.what, last.is_step, last.event.times(1)) == (entry.what, entry.is_step, entry.event.times(1)):
-            return [*entries[:-1], replace(last, event=last.event.times(last.event.count + entry.event.count))]
+        return [*entries[:-1], replace(last, event=last.event.times(last.event.count + entry.event.count))]
     return [*entries, entry]
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from dpkernels.accounting.accountants import Accountant
-from dpkernels.accounting.accountants import bound as epsilon_bound
+from dpkernels.accounting.accountants import KEPT, LEAST_NOISE_ERROR, Accountant, claim
 from dpkernels.accounting.bounds import Bound
 from dpkernels.accounting.calibration import noise_multiplier as calibrate
 from dpkernels.accounting.mechanisms import (
@@ -43,10 +42,16 @@ class Plan:
     """Other releases from the same data that the guarantee covers."""
     accountant: Accountant = "auto"
     bound: Bound = field(init=False, compare=False, repr=False)
-    """Epsilon at ``delta`` from both sides, computed when the plan is made."""
+    """Epsilon at ``delta`` from both sides, with the least that noise differs from ideal; computed when the plan is
+    made."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bound", epsilon_bound(self.events, self.delta, self.accountant))
+        object.__setattr__(self, "bound", self.claim(self.steps * LEAST_NOISE_ERROR))
+
+    def claim(self, noise_error: float) -> Bound:
+        """Epsilon at ``delta`` of all that the plan allows, where its noise is within a total variation of
+        ``noise_error`` of ideal, over all releases; see ``dpkernels.accounting.claim``."""
+        return claim(self.events, self.delta, self.accountant, noise_error=noise_error)
 
     @property
     def sampling_rate(self) -> float:
@@ -55,7 +60,8 @@ class Plan:
 
     @property
     def epsilon(self) -> float:
-        """Upper bound on epsilon at ``delta`` of all steps together with ``compose_with``."""
+        """Upper bound on epsilon at ``delta`` of all steps together with ``compose_with``; infinite where none can be
+        stated, and ``bound.refusal`` says why."""
         return self.bound.upper
 
     @property
@@ -69,7 +75,7 @@ class Plan:
         return (*self.compose_with, SampledGaussian(self.noise_multiplier, self.sampling_rate, self.steps))
 
     def __str__(self) -> str:
-        return statement(self.events, self.bound, self.delta, planned=self)
+        return statement(self.bound, self.delta, plan=self)
 
 
 def planned_steps(epochs: float, dataset_size: int, batch_size: int) -> int:
@@ -110,7 +116,8 @@ def plan(
         accountant: as for ``epsilon``.
 
     Raises:
-        ValueError, TypeError: an argument is missing, given twice over, or out of range.
+        ValueError, TypeError: an argument is missing, given twice over, or out of range; or the target is beyond what
+            real noise can carry at this delta, about 50.
     """
     size = check_count("dataset_size", dataset_size)
     batch = check_count("batch_size", batch_size)
@@ -130,19 +137,26 @@ def plan(
             f"outright",
             stacklevel=2,
         )
-    if noise_multiplier is None:
-        assert target_epsilon is not None
+    passes = None if epochs is None else float(epochs)
+    if noise_multiplier is not None:
+        sigma = check_number("noise_multiplier", noise_multiplier, 0.0, math.inf, "a finite number > 0")
+        if sigma == 0.0:
+            raise ValueError("noise_multiplier must be > 0 in a plan, got 0: without noise there is no privacy to plan")
+        return Plan(size, batch, passes, count, sigma, delta, None, others, accountant)
+    assert target_epsilon is not None
+    part = KEPT
+    while True:
         sigma = calibrate(
             target_epsilon=target_epsilon,
-            delta=delta,
+            delta=delta * (1 - part),
             sampling_rate=batch / size,
             steps=count,
             compose_with=others,
             accountant=accountant,
         )
-    else:
-        sigma = check_number("noise_multiplier", noise_multiplier, 0.0, math.inf, "a finite number > 0")
-        if sigma == 0.0:
-            raise ValueError("noise_multiplier must be > 0 in a plan, got 0: without noise there is no privacy to plan")
-    target = None if target_epsilon is None else float(target_epsilon)
-    return Plan(size, batch, None if epochs is None else float(epochs), count, sigma, delta, target, others, accountant)
+        made = Plan(size, batch, passes, count, sigma, delta, float(target_epsilon), others, accountant)
+        if made.bound.refusal:
+            raise ValueError(f"target_epsilon must be smaller, got {target_epsilon:g}: {made.bound.refusal}")
+        if made.epsilon <= target_epsilon or made.bound.kept <= part * delta:
+            return made
+        part = made.bound.kept / delta

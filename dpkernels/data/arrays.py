@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from dpkernels.accounting.locked_file import file_locks
 from dpkernels.data.cache import cache_folder
 from dpkernels.data.images import ImageDataset, ImageSplit
 from dpkernels.data.raw import bad_file, check_labels
@@ -249,6 +249,7 @@ def _note(note: BinaryIO, rows: int) -> None:
 @contextmanager
 def _alone(unfinished: Path) -> Iterator[BinaryIO]:
     """While no other process builds the same file; yields the lock's own file. The lock ends with its process."""
+    fcntl = file_locks("a cache of features")
     with open(os.open(unfinished.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.accounting import Event, Gaussian, Ledger, SampledGaussian
+from dpkernels.ops.noise import total_variation
 from dpkernels.random import Domain, Key
 
 ROUNDING = 1e-6  # of the bounds: what the grid of the sums may add to them
@@ -89,6 +90,13 @@ class NormRelease:
         """
         sigma = self.noise_multiplier / math.sqrt(2)
         return Gaussian(sigma) if self.sampling_rate == 1 else SampledGaussian(sigma, self.sampling_rate)
+
+    def noise_error(self, channels: int) -> float:
+        """Total variation from ideal of the noise of both sums, of so many channels."""
+        scales = [
+            _noise_scale(channels, bound, self.noise_multiplier) for bound in (self.mean_bound, self.square_bound)
+        ]
+        return sum(total_variation(channels, noise_std=std, grid=grid) for std, grid in scales)
 
     @property
     def count(self) -> float:
@@ -182,7 +190,7 @@ class PrivateDataNorm(nn.Module):
             seen += len(rows)
             sums += self._contributions(rows[chosen], how).sum(1)
         if ledger is not None:
-            ledger.record(how.event, "normalization statistics")
+            ledger.record(how.event, "normalization statistics", how.noise_error(self.channels))
         noisy = torch.stack(
             [
                 _noisy(total, bound, how.noise_multiplier, key, step)
@@ -233,11 +241,16 @@ def _chosen(key: Key, step: int, first: int, count: int, rate: float) -> Tensor:
 
 def _noisy(total: Tensor, bound: float, noise_multiplier: float, key: Key, step: int) -> Tensor:
     """The sum on a grid of powers of two with noise on the same grid, which hides nothing in its low bits."""
-    root = math.sqrt(len(total))
-    grid = 2.0 ** math.floor(math.log2(ROUNDING * bound / root))
-    std = noise_multiplier * (bound * UPWARD + grid * root)
+    std, grid = _noise_scale(len(total), bound, noise_multiplier)
     noise = key.grid_normal(Domain.NORMALIZATION, step, len(total), noise_std=std, grid=grid)
     return (total / grid).round() * grid + noise
+
+
+def _noise_scale(channels: int, bound: float, noise_multiplier: float) -> tuple[float, float]:
+    """Standard deviation and grid of the noise of a sum [channels]."""
+    root = math.sqrt(channels)
+    grid = 2.0 ** math.floor(math.log2(ROUNDING * bound / root))
+    return noise_multiplier * (bound * UPWARD + grid * root), grid
 
 
 def _shape(value: object) -> str:

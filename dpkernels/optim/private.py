@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkernels.accounting import Ledger, Plan
+from dpkernels.accounting import Ledger, Plan, statement
 from dpkernels.accounting.mechanisms import event_from_dict
 from dpkernels.clipping import ClippedSum, GhostClipper
 from dpkernels.ops.noise import total_variation
@@ -111,6 +112,8 @@ class PrivateOptimizer(Optimizer):
         self._clipper = GhostClipper(  # last: what failed above leaves the model as it was
             model, privacy.max_grad_norm, memory=privacy.memory, loss_reduction=privacy.loss_reduction
         )
+        if privacy.plan is not None and (refusal := privacy.plan.claim(privacy.plan.steps * self.noise_error).refusal):
+            warnings.warn(f"no epsilon will be stated at the plan's delta: {refusal}", stacklevel=3)
 
     def _check_groups(self, model: nn.Module) -> None:
         names = {p: name for name, p in model.named_parameters()}
@@ -262,7 +265,7 @@ class PrivateOptimizer(Optimizer):
         plan = self._privacy.plan
         index = self._steps
         if self._ledger is not None and plan is not None:
-            index = self._ledger.reserve_step(plan.step_event)
+            index = self._ledger.reserve_step(plan.step_event, self.noise_error)
         self._steps += 1
         if not self._bound:
             self._unsampled_steps += 1
@@ -294,7 +297,10 @@ class PrivateOptimizer(Optimizer):
         return self._steps
 
     def epsilon(self, delta: float | None = None) -> float:
-        """What was really spent at ``delta`` (default: the plan's): an upper bound, 0 before the first step.
+        """What was really spent at ``delta`` (default: the plan's): an upper bound, 0 before the first step, infinite
+        where none can be stated.
+
+        What a run that ended early costs is the plan's epsilon, which ``privacy_statement`` states.
 
         Raises:
             RuntimeError: there is no plan, or a step was taken without a bound loader, so that nothing is known of how
@@ -313,24 +319,24 @@ class PrivateOptimizer(Optimizer):
         return self._ledger.epsilon(self._privacy.plan.delta if delta is None else delta)
 
     def privacy_statement(self) -> str:
-        """What was spent so far, in words fit for a model card."""
+        """What the run costs by its plan, in words fit for a model card."""
         plan = self._privacy.plan
         if self._ledger is None or plan is None:
-            return "Not private: there is no privacy plan, so that nothing is known of how batches were sampled."
+            return statement.WITHOUT_PLAN
         if self._unsampled_steps:
-            return (
-                f"Not private: {self._unsampled_steps} of {self._steps} steps took a batch that did not come from a "
-                "PoissonLoader bound to the optimizer."
-            )
-        return f"{self._ledger.statement(plan.delta)}\n{self._sampler_statement()}"
+            return statement.unsampled(self._unsampled_steps, self._steps)
+        return self._ledger.statement(plan.delta)
 
-    def _sampler_statement(self) -> str:
-        """What the noise's distance from the ideal Gaussian costs: (1 + e^epsilon) TV in delta."""
+    @property
+    def noise_error(self) -> float:
+        """Bound on the total variation of one step's noise from ideal: a power of two, so that all steps have one, and
+        0 without noise."""
         noise = self._noise(0)
-        values = self._steps * sum(p.numel() for group in self.param_groups for p in group["params"])
+        if "noise_std" not in noise:
+            return 0.0
+        values = sum(p.numel() for group in self.param_groups for p in group["params"])
         error = total_variation(values, noise_std=noise["noise_std"], grid=noise["grid"])
-        added = error * (1 + math.exp(min(self.epsilon(), 700.0)))  # beyond, any delta is exceeded
-        return f"Noise: all of it is within a total variation of {error:.1e} of ideal, which adds {added:.1e} to delta."
+        return 2.0 ** math.ceil(math.log2(error))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -388,7 +394,7 @@ class PrivateOptimizer(Optimizer):
         for event in map(event_from_dict, saved["spent"]):
             if event.times(1) == plan.step_event:
                 for _ in range(event.count):
-                    ledger.reserve_step(plan.step_event)
+                    ledger.reserve_step(plan.step_event, self.noise_error)
             else:
                 ledger.record(event, "before the state was saved")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpkernels.accounting import Bound, Plan
+from dpkernels.accounting import Bound, Entry, Plan
 from dpkernels.accounting.planning import planned_steps
 from dpkernels.accounting.statement import statement
 from dpkernels.accounting.tuning import TrainingRun, best_of_random_runs, most_runs, noise_multipliers
@@ -161,8 +161,7 @@ def tuning_statement(search: Search, plan: Plan, bound: Bound, delta: float) -> 
         f"Drawn for every run: {'; '.join(map(str, search.draws))}. Runs of other draws may have other noise: the "
         f"dearest counts.",
     ]
-    releases = [("one run", event) for event in plan.events]
-    return statement(plan.events, bound, delta, releases=releases, more=more)
+    return statement(bound, delta, [Entry("one run", event, False) for event in plan.events], more=more)
 
 
 def distribution(search: Search) -> str:

@@ -22,7 +22,6 @@ There is no seed here: a run with a seed is not private, and a sweep compares su
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from safetensors.torch import save_file
 
 from dpkernels import models
 from dpkernels.accounting import Bound, Ledger, Plan
+from dpkernels.accounting.locked_file import file_locks
 from dpkernels.accounting.tuning import TrainingRun, draw_number_of_runs
 from dpkernels.data import ImageDataset
 from dpkernels.search.mechanism import Calibrated, Outlook, Search, tuning_statement
@@ -80,6 +80,7 @@ class TuneFolder:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While no other process searches here. The lock ends with its process."""
+        fcntl = file_locks("tuning")
         self.secret.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.secret / "lock", "w", encoding="utf-8") as lock:
             try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.accounting import Event, Gaussian, Ledger
+from dpkernels.ops.noise import total_variation
 from dpkernels.random import Domain, Key
 
 BITS = 15
@@ -83,7 +84,7 @@ class PCARelease:
             integers = fixed_point(part, self.bound)
             total += (integers.T @ integers).long()
         if ledger is not None:
-            ledger.record(self.event, "principal components")
+            ledger.record(self.event, "principal components", self._noise_error(features))
         noise = self._noise(features, Key.fresh() if key is None else key)
         return (total + noise).double() * (self.bound / 2**BITS) ** 2
 
@@ -96,13 +97,21 @@ class PCARelease:
         vectors = torch.linalg.eigh(self.second_moments(rows, ledger=ledger, key=key)).eigenvectors
         return vectors.T.flip(0)[:count].contiguous()
 
+    def _noise_parts(self, features: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """How many integers are drawn and their standard deviation, on the diagonal and above it."""
+        std = self.noise_multiplier * 4.0**BITS
+        return (features, std), (features * (features - 1) // 2, std * math.sqrt(0.5))
+
+    def _noise_error(self, features: int) -> float:
+        """Total variation of the noise from ideal."""
+        return sum(total_variation(count, noise_std=std, grid=1.0) for count, std in self._noise_parts(features))
+
     def _noise(self, features: int, key: Key) -> Tensor:
         """Symmetric integers [features, features], in units of R^2 / 4^BITS."""
-        std = self.noise_multiplier * 4.0**BITS
         upper, stream = torch.triu_indices(features, features, 1), key.claim(Domain.SELECTION)
         drawn = [
-            key.grid_normal(Domain.SELECTION, stream, count, noise_std=width, grid=1.0, offset=offset).long()
-            for count, width, offset in ((features, std, 0), (upper.size(1), std * math.sqrt(0.5), features))
+            key.grid_normal(Domain.SELECTION, stream, count, noise_std=std, grid=1.0, offset=offset).long()
+            for (count, std), offset in zip(self._noise_parts(features), (0, features), strict=True)
         ]
         noise = torch.diag(drawn[0])
         noise[upper[0], upper[1]] = drawn[1]

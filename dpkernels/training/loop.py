@@ -19,6 +19,7 @@ from torch import nn
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
 from dpkernels.data import ImageDataset, PoissonLoader
 from dpkernels.features import PrivateDataNorm
+from dpkernels.ops.noise import total_variation
 from dpkernels.random import Domain
 from dpkernels.training import report
 from dpkernels.training.build import build_model, build_optimizer, features_of, moving_average
@@ -327,7 +328,7 @@ class _Run:
             if not self.config.seeded:
                 return None
         else:
-            self.ledger.record(event, SCORE)
+            self.ledger.record(event, SCORE, total_variation(1, noise_std=sigma, grid=1.0))
         train, device = self.dataset.train, self.execution.device
         rows = self.execution.physical_batch_size
         right = round(accuracy(self.released, train, device=device, batch_size=rows) * len(train))

@@ -78,8 +78,7 @@ class RunFolder:
         """Where no run began after all, leave no trace of the attempt. Only for who holds the ledger."""
         if self.exists:
             return
-        for path in (self.ledger, self.ledger.with_name(self.ledger.name + ".lock")):
-            path.unlink(missing_ok=True)
+        self.ledger.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:

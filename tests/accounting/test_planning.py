@@ -14,6 +14,7 @@ from dpkernels.accounting import (
     Plan,
     SampledGaussian,
     bound,
+    claim,
     epsilon,
     noise_multiplier,
     plan,
@@ -47,9 +48,8 @@ def test_a_plan_from_a_target():
     made = plan(**RUN, epochs=40, target_epsilon=3.0)
     assert 2.99 < made.epsilon <= 3.0
     assert made.sampling_rate == 512 / 60_000
-    assert made.epsilon == epsilon(
-        noise_multiplier=made.noise_multiplier, sampling_rate=made.sampling_rate, steps=4688, delta=1e-5
-    )
+    ideal = epsilon(noise_multiplier=made.noise_multiplier, sampling_rate=made.sampling_rate, steps=4688, delta=1e-5)
+    assert ideal < made.epsilon < ideal * (1 + 1e-6)  # a millionth of delta is kept for the noise
     assert (made.epochs, made.target_epsilon, made.compose_with) == (40.0, 3.0, ())
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.steps = 1
@@ -65,7 +65,7 @@ def test_rate_and_denominator_are_as_planned():
 
 def test_a_plan_from_noise_and_steps_composes():
     made = plan(**RUN, steps=100, noise_multiplier=1.0, compose_with=[Gaussian(8.0, 2)])
-    assert made.epsilon == bound([Gaussian(8.0, 2), SampledGaussian(1.0, 512 / 60_000, 100)], 1e-5).upper
+    assert made.epsilon == claim([Gaussian(8.0, 2), SampledGaussian(1.0, 512 / 60_000, 100)], 1e-5).upper
     assert made.events == (Gaussian(8.0, 2), made.step_event.times(100))
     assert made.epochs is made.target_epsilon is None
 
@@ -104,14 +104,13 @@ def test_the_plans_statement():
         "1e-05)-differentially private",
         "Unit of privacy: one example",
         "one example added or removed",
-        "each of 60000 examples (a public number) independently with probability 512/60000 (Poisson)",
-        "100 steps planned",
+        "each of 60000 examples (a public number) is drawn independently of all others with probability 512/60000",
+        "Steps: 100 planned. A run that ends early may have ended on something it saw",
         "Gaussian mechanism, noise multiplier 8, 2 times",
         "Poisson-subsampled Gaussian mechanism, noise multiplier 1, sampling rate 0.00853333, 100 times",
         "numerical errors included; no accountant can prove less than",
         "pld: epsilon <=",
         "rdp: epsilon <=",
-        "not the smaller epsilon of the steps it made",
         "hyper-parameters",
         "test set",
         "second copy of the run folder",
@@ -128,10 +127,9 @@ def test_the_ledgers_statement_names_what_touched_the_data():
         text = flat(ledger.statement(1e-11))
     assert "normalization: Gaussian mechanism, noise multiplier 8, 2 times" in text
     assert "training step: Poisson-subsampled Gaussian mechanism" in text
-    assert "delta below 1e-10 rests on ideal mechanisms" in text
+    assert "delta below 1e-10 rests on an ideal random generator" in text
     assert "NOT PRIVATE" not in text
-    quoted = text[text.index("costs the plan's (") + len("costs the plan's (") :].split(",")[0]
-    assert made.epsilon <= float(quoted) <= made.epsilon * 1.001
+    assert "Steps: 1 of 100 planned." in text
 
 
 def test_statements_of_what_is_not_private():
@@ -148,7 +146,7 @@ def test_statements_of_what_is_not_private():
     [(3.0, "3"), (2.99951, "3"), (1.00001, "1.001"), (0.1, "0.1001"), (0.0, "0"), (12345.6, "12350")],
 )
 def test_epsilon_is_rounded_up(value, shown):
-    assert statement._rounded_up(value) == shown
+    assert statement.rounded_up(value) == shown
 
 
 def test_delta_of_one_over_n_warns():

@@ -17,7 +17,7 @@ def test_plan_prints_the_statement(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed.startswith("noise multiplier 1.23, 4688 steps\n")
     assert "1e-05)-differentially private." in printed
-    assert "probability 512/60000 (Poisson)" in " ".join(printed.split())
+    assert "probability 512/60000 (Poisson sampling)" in " ".join(printed.split())
 
 
 def test_plan_as_json_meets_its_target(capsys: pytest.CaptureFixture[str]) -> None:
