@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.accounting import Event, Gaussian, Ledger, SampledGaussian
-from dpkernels.ops.noise import total_variation
-from dpkernels.random import Domain, Key
+from dpkernels.random import Domain, Key, total_variation
 
 ROUNDING = 1e-6  # of the bounds: what the grid of the sums may add to them
 UPWARD = 1 + 1e-9  # covers every rounding of the clipped sums in float64, with room

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dpkernels.accounting import Event, Gaussian, Ledger
-from dpkernels.ops.noise import total_variation
-from dpkernels.random import Domain, Key
+from dpkernels.random import Domain, Key, total_variation
 
 BITS = 15
 """Private rows are integers in units of bound / 2^BITS: products of two and their sums are exact in float64."""

@@ -19,8 +19,7 @@ from torch import nn
 from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
 from dpkernels.data import ImageDataset, PoissonLoader
 from dpkernels.features import PrivateDataNorm
-from dpkernels.ops.noise import total_variation
-from dpkernels.random import Domain
+from dpkernels.random import Domain, total_variation
 from dpkernels.training import report
 from dpkernels.training.build import build_model, build_optimizer, features_of, moving_average
 from dpkernels.training.checkpoint import Checkpoint, load_checkpoint
