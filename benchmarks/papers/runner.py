@@ -133,14 +133,14 @@ def make(row: Row, seed: int, path: Path, data: ImageDataset, quiet: bool) -> di
         "last": _percent(history[-1].last_iterate_accuracy if averages else history[-1].test_accuracy),
         "averaged": _percent(history[-1].test_accuracy) if averages else None,
         "noise_multiplier": plan.noise_multiplier,
-        "epsilon": plan.epsilon,
+        "epsilon": result.metrics["epsilon"],
         "steps": plan.steps,
-        "seconds": round(result.metrics["seconds"]),
+        "seconds": round(result.seconds),
         # epoch, epsilon, and both accuracies
         "curve": [
             [
                 round(line.epoch, 2),
-                round(line.epsilon, 4),
+                None if line.epsilon is None else round(line.epsilon, 4),
                 _percent(line.last_iterate_accuracy if averages else line.test_accuracy),
                 _percent(line.test_accuracy) if averages else None,
             ]

@@ -22,7 +22,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dpkernels.accounting.locked_file import LockedFile
-from dpkernels.accounting.mechanisms import EVENT_TYPES, Event, check_delta, check_number, event_from_dict
+from dpkernels.accounting.mechanisms import (
+    EVENT_TYPES,
+    Event,
+    check_delta,
+    check_number,
+    event_from_dict,
+    is_within,
+)
 
 if TYPE_CHECKING:
     from dpkernels.accounting.bounds import Bound
@@ -121,8 +128,7 @@ class Ledger:
         excess = self._excess(entries)
         if excess > 0 and self._budget is not None:
             raise BudgetExceededError(
-                f"{what} would bring epsilon {excess:.3g} above the plan's {self._budget.epsilon:.6g} at "
-                f"delta={self._budget.delta:g}; nothing was released"
+                f"{what} would bring epsilon {excess:.3g} above the plan's ({self._allowed()}); nothing was released"
             )
         self._save(entries, 0)
 
@@ -130,7 +136,13 @@ class Ledger:
         """Write a block of steps ahead, as many as are used up in about ``SECONDS_AHEAD``."""
         used = self._used()
         event = single.event
-        left = self._most_steps(event) - sum(e.event.count for e in used if e.is_step and e.event.times(1) == event)
+        most = self.most_steps(event)
+        if self.steps >= most:
+            raise BudgetExceededError(
+                f"{self.steps} steps are spent, and the plan allows {most} of this kind ({self._allowed()}); nothing "
+                "was released"
+            )
+        left = most - self.steps
         now = time.monotonic()
         self._block = (
             max(1, self._block // 2) if now - self._reserved_at > SECONDS_AHEAD else min(2 * self._block, MAX_BLOCK)
@@ -139,18 +151,17 @@ class Ledger:
         self._save(_append(used, replace(single, event=event.times(block))), block)
         self._reserved_at = now
 
-    def _most_steps(self, single: Event) -> int:
-        """How many training steps like ``single`` the budget allows in all, next to what else was spent.
-
-        Raises BudgetExceededError where they are used up already.
-        """
-        budget = self._budget
+    def most_steps(self, event: Event) -> int:
+        """How many training steps the budget allows in all, those that were spent included, where the others are like
+        ``event``: beside what else was spent, and what else is planned."""
+        budget, single = self._budget, event.times(1)
         if budget is None:
             return sys.maxsize
         others = [entry for entry in self._used() if not (entry.is_step and entry.event.times(1) == single)]
+        other_steps = sum(entry.event.count for entry in others if entry.is_step)
         key = (tuple(entry.event for entry in others), single)
         if key not in self._allowance:
-            most = budget.steps - sum(entry.event.count for entry in others if entry.is_step)
+            most = budget.steps - other_steps
 
             def excess(count: int) -> float:
                 return self._excess([*others, Entry(_STEP, single.times(count), True)] if count else others)
@@ -162,20 +173,19 @@ class Ledger:
                 middle = (low + high) // 2
                 low, high = (middle, high) if excess(middle) <= 0 else (low, middle)
             self._allowance[key] = low
-        used = self.steps - sum(entry.event.count for entry in others if entry.is_step)
-        if used >= self._allowance[key]:
-            raise BudgetExceededError(
-                f"{used} steps are spent, and the plan allows {self._allowance[key]} of this kind (epsilon "
-                f"{budget.epsilon:.6g} at delta={budget.delta:g}); nothing was released"
-            )
-        return self._allowance[key]
+        return other_steps + self._allowance[key]
+
+    def _allowed(self) -> str:
+        assert self._budget is not None
+        return f"epsilon {self._budget.epsilon:.6g} at delta={self._budget.delta:g}"
 
     def _excess(self, entries: Sequence[Entry]) -> float:
-        """By how much epsilon of ``entries`` exceeds the budget's."""
+        """By how much epsilon of ``entries``, and of what is planned beside the steps, exceeds the budget's."""
         budget = self._budget
-        if budget is None or _within(entries, budget.events):
+        if budget is None or is_within([entry.event for entry in entries], budget.events):
             return 0.0
-        spent = _claim([entry.event for entry in entries], budget.delta, budget.accountant).upper
+        events = [entry.event for entry in entries]
+        spent = _claim([*events, *_unspent(budget.compose_with, entries)], budget.delta, budget.accountant).upper
         allowed = budget.claim(0.0).upper
         return 0.0 if spent == allowed else spent - allowed  # both may be infinite
 
@@ -368,11 +378,12 @@ def _append(entries: list[Entry], entry: Entry) -> list[Entry]:
     return [*entries, entry]
 
 
-def _within(entries: Sequence[Entry], allowed: Sequence[Event]) -> bool:
-    """Whether the entries are part of what is allowed, mechanism by mechanism: then no accounting is needed."""
+def _unspent(planned: Sequence[Event], entries: Sequence[Entry]) -> list[Event]:
+    """What is planned beside the steps and not among the entries yet."""
     left: dict[Event, int] = {}
-    for event in allowed:
+    for event in planned:
         left[event.times(1)] = left.get(event.times(1), 0) + event.count
     for entry in entries:
-        left[entry.event.times(1)] = left.get(entry.event.times(1), 0) - entry.event.count
-    return all(count >= 0 for count in left.values())
+        if not entry.is_step and entry.event.times(1) in left:
+            left[entry.event.times(1)] -= entry.event.count
+    return [event.times(count) for event, count in left.items() if count > 0]

@@ -208,3 +208,13 @@ def merge(events: Iterable[Event]) -> tuple[Event, ...]:
 def is_unprotected(event: Event) -> bool:
     """Whether the event adds no noise at all, so that no finite epsilon holds."""
     return not isinstance(event, PureEpsilon) and event.noise_multiplier == 0.0
+
+
+def is_within(events: Iterable[Event], allowed: Iterable[Event]) -> bool:
+    """Whether the events are part of what is allowed, mechanism by mechanism: then no accounting is needed."""
+    left: dict[Event, int] = {}
+    for event in allowed:
+        left[event.times(1)] = left.get(event.times(1), 0) + event.count
+    for event in events:
+        left[event.times(1)] = left.get(event.times(1), 0) - event.count
+    return all(count >= 0 for count in left.values())

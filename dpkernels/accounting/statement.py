@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpkernels.accounting.bounds import Bound
-from dpkernels.accounting.mechanisms import Event
+from dpkernels.accounting.mechanisms import Event, is_within
 
 if TYPE_CHECKING:
     from dpkernels.accounting.ledger import Entry
@@ -58,7 +58,7 @@ def statement(
             _steps(plan, spent),
         ]
     lines += more
-    lines += _mechanisms(spent or (), () if plan is None else plan.events)
+    lines += _mechanisms(spent or (), None if plan is None else plan.events)
     proven = f"; no accountant can prove less than {bound.lower:.6g}" if 0 < bound.lower < math.inf else ""
     if bound.refusal:
         lines.append("Accounting, with ideal noise:")
@@ -113,14 +113,21 @@ def _steps(plan: Plan, spent: Sequence[Entry] | None) -> str:
     return f"Steps: {made} of {plan.steps} planned." + ("" if made == plan.steps else f" {rule}")
 
 
-def _mechanisms(spent: Sequence[Entry], planned: Sequence[Event]) -> list[str]:
-    """What the bound is of: what is planned, by the names that it has in the ledger, and what was spent beside it."""
+def _mechanisms(spent: Sequence[Entry], planned: Sequence[Event] | None) -> list[str]:
+    """What the bound is of, by the names that it has in the ledger: the plan, or what was spent."""
     names = {entry.event.times(1): entry.what for entry in spent}
-    kinds = {event.times(1) for event in planned}
-    named = [(names.get(event.times(1), ""), event) for event in planned]
-    named += [(entry.what, entry.event) for entry in spent if entry.event.times(1) not in kinds]
+    lines: list[str] = []
+    if planned is not None:
+        lines += _listed("Mechanisms", [(names.get(event.times(1), ""), event) for event in planned])
+    if planned is None or not is_within([entry.event for entry in spent], planned):
+        word = "Mechanisms" if planned is None else "Spent of it, or instead"
+        lines += _listed(word, [(entry.what, entry.event) for entry in spent])
+    return lines
+
+
+def _listed(word: str, named: Sequence[tuple[str, Event]]) -> list[str]:
     lines = [f"  - {what + ': ' if what else ''}{event}" for what, event in named]
-    return ["Mechanisms:", *lines] if lines else ["Mechanisms: none, nothing was released."]
+    return [f"{word}:", *lines] if lines else [f"{word}: none, nothing was released."]
 
 
 def _noise(bound: Bound, spent: Sequence[Entry] | None) -> list[str]:

@@ -14,8 +14,9 @@ from dpkernels.data import ImageDataset, dataset_names, load_dataset
 from dpkernels.models import create
 from dpkernels.models import names as model_names
 from dpkernels.optim import DPSGD
-from dpkernels.training import TrainConfig, accuracy, resolve
+from dpkernels.training import RunFolder, TrainConfig, accuracy, resolve
 from dpkernels.training.files import write_json
+from dpkernels.training.privacy_report import write_report
 
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 EPOCHS = 5.0
@@ -79,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
     picture = args.out / "audit.png"
     plot(reports, picture, title=f"{dataset.name}, {first.model}: one run with {args.canaries} canaries for each claim")
     write_json(args.out / "audit.json", [dataclasses.asdict(report) for report in reports])
+    run = RunFolder(args.out)
+    if run.report.exists():  # of a run that was trained there
+        write_report(run)
     print(
         f"\nAt delta = {first.delta:g}; each lower bound holds with {100 * args.confidence:g}% confidence.\n"
         f"plot  {picture}\n\n{LIMITS}"

@@ -64,7 +64,11 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-threshold-epoch", type=float, metavar="E", help="when its parts weigh the same")
     parser.add_argument("--loss-beta", type=float, metavar="B", help="divides its penalty; of huber, where squares end")
     parser.add_argument("--loss-gamma", type=float, metavar="G", help="power of the focal loss")
-    parser.add_argument("--features", choices=FEATURES, help="replace images by handcrafted features (default none)")
+    parser.add_argument(
+        "--features",
+        choices=FEATURES,
+        help="replace images by handcrafted features (default none; scatternet for the models that stand on them)",
+    )
     parser.add_argument(
         "--normalization",
         choices=NORMALIZATIONS,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpkernels.accounting.statement import rounded_up
 from dpkernels.cli import run_options
 from dpkernels.cli.parsing import add_privacy_target
 from dpkernels.data import ImageDataset, load_dataset
@@ -28,8 +29,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train an image classifier privately",
-        description="Train an image classifier with differential privacy, and leave metrics, history, a plot, a "
-        "checkpoint and the weights in a folder. What is not given depends on the data set.",
+        description="Train an image classifier with differential privacy, and leave a privacy report, metrics, "
+        "history, a plot, a checkpoint and the weights in a folder. What is not given depends on the data set.",
     )
     run_options.add_fields(parser)
     add_privacy_target(parser)
@@ -112,11 +113,14 @@ def _print_result(result: RunResult) -> None:
             f"discarded. Go on with: dpkernels train --resume --out {folder.path}"
         )
     if metrics["lost_steps"]:
-        print(f"{metrics['lost_steps']} steps were lost when the run was killed; they stay spent.")
+        print(f"{metrics['lost_steps']} steps were lost when the run was killed; they are paid for.")
     print(f"test accuracy  {metrics['test_accuracy']:.2%}")
     if "train_accuracy" in metrics:
         print(f"training set   {metrics['train_accuracy']:.2%} right, by a noisy count")
-    print(f"privacy        epsilon {metrics['epsilon']:.4g} at delta {metrics['delta']:g}")
-    print(f"time           {metrics['seconds']:.1f} s, {metrics['steps']} steps")
+    epsilon, delta = metrics["epsilon"], metrics["delta"]
+    stated = "no epsilon can be stated" if epsilon is None else f"epsilon {rounded_up(epsilon)}"
+    print(f"privacy        {stated} at delta {delta:g}")
+    print(f"steps          {metrics['steps']} of {metrics['planned_steps']}")
     print(f"plot           {folder.plot}")
+    print(f"report         {folder.report}")
     print(f"\n{metrics['statement']}")

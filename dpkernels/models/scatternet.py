@@ -18,6 +18,7 @@ from dpkernels.models._shapes import check_count, check_shape, flat_features
 Normalization = int | nn.Module | None
 Variant = Literal["mnist", "cifar10", "cifar10-small"]
 
+_IMAGE_CHANNELS = (1, 3)
 _VARIANTS: dict[int, Variant] = {81: "mnist", 243: "cifar10"}  # by channels
 
 
@@ -30,7 +31,7 @@ def scatternet_linear(
     normalization without parameters (the paper tries 9, 27 and 81), a module that maps [batch, *shape] to the same
     shape, or None. Output [batch, num_classes].
     """
-    sizes = check_shape("shape", shape, rank=3)
+    sizes = _feature_shape(shape)
     classes = check_count("num_classes", num_classes)
     return nn.Sequential(*_normalization(sizes, normalization), nn.Flatten(), nn.Linear(math.prod(sizes), classes))
 
@@ -44,7 +45,7 @@ def scatternet_cnn(
     "cifar10" Table 9 (187,210 for (243, 8, 8)), "cifar10-small" its variant with 16-16-32-32 filters; None picks by the
     number of channels, 81 or 243, and raises ValueError for another one. Output [batch, num_classes].
     """
-    sizes = check_shape("shape", shape, rank=3)
+    sizes = _feature_shape(shape)
     classes = check_count("num_classes", num_classes)
     channels = sizes[0]
     variant = variant or _VARIANTS.get(channels)
@@ -71,6 +72,16 @@ def scatternet_cnn(
         layers += [nn.Linear(features, hidden), nn.Tanh()]
     layers.append(nn.Linear(hidden or features, classes))
     return nn.Sequential(*_normalization(sizes, normalization), *layers)
+
+
+def _feature_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = check_shape("shape", shape, rank=3)
+    if sizes[0] in _IMAGE_CHANNELS:
+        raise ValueError(
+            f"shape must be that of ScatterNet features, got {sizes}, which is that of images: take "
+            f"dpkernels.features.ScatterNet({sizes}).feature_shape, and give the model what it makes of them"
+        )
+    return sizes
 
 
 def _convolution(incoming: int, outgoing: int, stride: int = 1) -> list[nn.Module]:

@@ -55,8 +55,7 @@ class SweepProgress(Watcher):
             return  # stopped: who stopped it says so
         self._over += 1
         if outcome.complete and outcome.metrics is not None:
-            metrics = outcome.metrics
-            how = f"test accuracy {metrics['test_accuracy']:.2%}  {metrics['seconds']:.1f} s"
+            how = f"test accuracy {outcome.metrics['test_accuracy']:.2%}"
         else:
             self._advance((row.plan.steps - (self._at[index] or 0)) * self._work[index], counted=False)
             how = f"FAILED: {outcome.failure}"

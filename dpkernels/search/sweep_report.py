@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpkernels.accounting import Plan
+from dpkernels.accounting.statement import rounded_up
 from dpkernels.search.workers import Outcome
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_json, write_text
@@ -39,6 +41,12 @@ class Row:
         if outcome.metrics is None:
             return self
         return replace(self, state="done" if outcome.complete else "broken off", metrics=outcome.metrics, failure=None)
+
+    @property
+    def epsilon(self) -> float | None:
+        """As the run states it, and before it ended as its plan does; None where none can be stated."""
+        stated: float | None = self.metrics["epsilon"] if self.metrics is not None else self.plan.epsilon
+        return None if stated is None or math.isinf(stated) else stated
 
     @property
     def accuracy(self) -> float | None:
@@ -81,7 +89,7 @@ def document(rows: Sequence[Row], costs: Sequence[Cost]) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for row in rows:
         config, metrics = row.config.to_dict(), row.metrics or {}
-        shown = ("test_accuracy", "train_accuracy", "steps", "seconds")
+        shown = ("test_accuracy", "train_accuracy", "steps")
         measured = {name: metrics[name] for name in shown if name in metrics}
         failure = {"failure": row.failure} if row.failure else {}
         runs.append(
@@ -90,7 +98,7 @@ def document(rows: Sequence[Row], costs: Sequence[Cost]) -> dict[str, Any]:
                 "state": row.state,
                 **{name: config[name] for name in names},
                 **measured,
-                "epsilon": row.plan.epsilon,
+                "epsilon": row.epsilon,
                 "delta": row.plan.delta,
                 "noise_multiplier": row.plan.noise_multiplier,
                 "planned_steps": row.plan.steps,
@@ -109,16 +117,20 @@ def notes(costs: Sequence[Cost]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """In Markdown, the best run first and what is not done last."""
     names = varying(rows)
-    lines = [[*names, "test accuracy", "epsilon", "sigma", "steps", "seconds", "state"]]
+    lines = [[*names, "test accuracy", "epsilon", "sigma", "steps", "state"]]
     for row in sorted(rows, key=lambda row: -1.0 if row.accuracy is None else row.accuracy, reverse=True):
         config, metrics = row.config.to_dict(), row.metrics or {}
         accuracy = "-" if row.accuracy is None else f"{row.accuracy:.2%}"
-        seconds = f"{metrics['seconds']:.1f}" if metrics else "-"
         state = row.state + (f": {row.failure}" if row.failure else "")
         if lost := metrics.get("lost_steps"):
             state += f", {lost} steps lost to a kill"
-        figures = [accuracy, f"{row.plan.epsilon:.4g}", f"{row.plan.noise_multiplier:.4g}", str(row.plan.steps)]
-        lines.append([*(_word(config[name]) for name in names), *figures, seconds, state.replace("|", "/")])
+        figures = [
+            accuracy,
+            "-" if row.epsilon is None else rounded_up(row.epsilon),
+            f"{row.plan.noise_multiplier:.4g}",
+            str(row.plan.steps),
+        ]
+        lines.append([*(_word(config[name]) for name in names), *figures, state.replace("|", "/")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(

@@ -47,6 +47,7 @@ from dpkernels.training.checkpoint import load_checkpoint
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_json
 from dpkernels.training.loop import SCORE, Execution
+from dpkernels.training.privacy_report import write_report
 from dpkernels.training.run_folder import RunFolder
 
 FORMAT = "dpkernels-tuned"
@@ -164,6 +165,7 @@ def go_on(
     """
     if folder.is_done:  # killed while the others were removed
         folder.forget()
+        write_report(folder.released)
         document = json.loads(folder.released.config.read_text(encoding="utf-8"))
         metrics = json.loads(folder.released.metrics.read_text(encoding="utf-8"))
         return Tuned(metrics, TrainConfig.from_dict(document["config"]), None)
@@ -223,10 +225,9 @@ def _release(best: RunFolder, folder: TuneFolder, state: dict[str, Any]) -> Tune
     config, plan = best.read_config()
     search, bound, delta = Search.from_dict(state["search"]), Bound(**state["bound"]), state["delta"]
     metrics = json.loads(best.metrics.read_text(encoding="utf-8"))
-    kept = ("test_accuracy", "train_accuracy", "noise_multiplier", "sampling_rate", "steps", "seconds", "dataset")
+    left = {"epsilon", "delta", "private", "statement", "last_iterate_accuracy"}
     metrics = {
-        **{name: metrics[name] for name in kept if name in metrics},
-        **{name: metrics[name] for name in ("model", "features", "normalization", "versions")},
+        **{name: value for name, value in metrics.items() if name not in left},
         "epsilon": bound.upper,
         "delta": delta,
         "private": True,
@@ -241,4 +242,5 @@ def _release(best: RunFolder, folder: TuneFolder, state: dict[str, Any]) -> Tune
     write_json(folder.released.metrics, metrics)
     document = {"format": FORMAT, "config": config.to_dict(), "search": state["search"], "bound": state["bound"]}
     write_json(folder.released.config, document)
+    write_report(folder.released)
     return Tuned(metrics, config, None)

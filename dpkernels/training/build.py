@@ -18,7 +18,7 @@ from dpkernels.features import GroupNorm, Mirrored, PrivateDataNorm, PublicWhite
 from dpkernels.features.public import VERSION
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
-from dpkernels.training.config import TrainConfig
+from dpkernels.training.config import TrainConfig, stands_on_features
 from dpkernels.training.objective import decayed_groups
 from dpkernels.training.transfer import parameter_groups
 
@@ -75,8 +75,15 @@ def build_model(config: TrainConfig, dataset: ImageDataset, features: Features) 
     Where the configuration has a normalization it comes first, by public statistics at most: the private ones are
     released later. features: what `dataset` has.
 
-    Raises ValueError where the data set is of features that the user brings: nothing public is known of their scale.
+    Raises ValueError where a model for features would get pixels, and where features that the user brings are to be
+    normalized by statistics: nothing public is known of their scale.
     """
+    on_images = features.pixel_range is None
+    if on_images and stands_on_features(config.model) and not isinstance(dataset.train, ArraySplit):
+        raise ValueError(
+            f"features must be given with {config.model} on images, got {config.features}: this model is made for "
+            "features such as scatternet, and learns little of pixels"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
         network = models.create(config.model, dataset.input_shape, dataset.num_classes)
@@ -85,7 +92,6 @@ def build_model(config: TrainConfig, dataset: ImageDataset, features: Features) 
     if config.normalization == "group":
         assert config.groups is not None
         return nn.Sequential(GroupNorm(config.groups, dataset.input_shape[0]), network)
-    on_images = features.pixel_range is None
     if on_images and isinstance(dataset.train, ArraySplit):
         raise ValueError(
             f"normalization must be none or group for {dataset.name}, which holds no images, got {config.normalization}"

@@ -19,12 +19,11 @@ FORMAT = 1
 class Checkpoint:
     """What a run goes on from.
 
-    step: steps of the plan that were spent when it was written. seconds: of training so far. averaged: the moving
-    average of the model, where the run has one. fingerprint: of the features that it trains on, empty for images.
+    step: steps of the plan that were spent when it was written. averaged: the moving average of the model, where the
+    run has one. fingerprint: of the features that it trains on, empty for images.
     """
 
     step: int
-    seconds: float
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     averaged: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from dpkernels.accounting import Event, Gaussian, Plan, plan
-from dpkernels.data import ImageDataset
+from dpkernels.data import ArraySplit, ImageDataset
 from dpkernels.features import NormRelease
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -204,7 +204,8 @@ def _losses_with(field: str) -> list[str]:
 def resolve(dataset: ImageDataset, given: Mapping[str, Any]) -> TrainConfig:
     """The configuration for `dataset` with the values of `given`, and defaults for everything else.
 
-    given: fields of `TrainConfig`, `dataset` among them. Raises ValueError or TypeError that names the field.
+    given: fields of `TrainConfig`, `dataset` among them. A model that stands on features brings them. Raises ValueError
+    or TypeError that names the field.
     """
     size = given.get("dataset_size", dataset.nominal_size)
     if size is None:
@@ -221,14 +222,22 @@ def resolve(dataset: ImageDataset, given: Mapping[str, Any]) -> TrainConfig:
         values |= {"lr": _ADAPTIVE_LR, "momentum": 0.0}
     if given.get("schedule") == "cosine":
         values["warmup"] = 0.05
-    if given.get("features", "none") != "none":
-        values |= {"model": "scatternet_linear", "normalization": "private"}
+    features = given.get("features")
+    if features is None and stands_on_features(given.get("model", "")) and not isinstance(dataset.train, ArraySplit):
+        features = "scatternet"
+    if features not in (None, "none"):
+        values |= {"features": features, "model": "scatternet_linear", "normalization": "private"}
     elif given.get("init") is not None:
         values["normalization"] = "none"  # a public model expects pixels as it was trained on
     if given.get("normalization", values.get("normalization")) == "private":
         values["norm_noise_multiplier"] = NORM_NOISE
-    values |= loss_defaults(given.get("loss", "cross-entropy"), dataset.name, given.get("features", "none"))
+    values |= loss_defaults(given.get("loss", "cross-entropy"), dataset.name, features or "none")
     return TrainConfig(**{**values, **given})
+
+
+def stands_on_features(model: str) -> bool:
+    """Whether the model of that name is one for scattering features, and learns little of pixels."""
+    return model.strip().lower().replace("-", "_").startswith("scatternet_")
 
 
 def loss_defaults(loss: str, dataset: str, features: str) -> dict[str, float]:

@@ -2,21 +2,27 @@
 
 What a kill can take away. The ledger knows of a step before its noise is drawn, and the checkpoint may be older. A run
 without a seed draws fresh noise after a resume, so the steps between checkpoint and ledger were other releases: they
-stay spent, and as many are missing in the end. A seeded run (which is not private) draws the same sample and the same
-noise for the same step again, which is the same release: it goes back to its checkpoint, repeats these steps, and ends
-with the parameters that it would have had.
+stay spent, and as many are missing in the end. So do private statistics that were released, and lost before the first
+checkpoint: they are released anew, and the steps that the plan has no longer room for are missing. A seeded run (which
+is not private) draws the same sample and the same noise for the same step again, which is the same release: it goes
+back to its checkpoint, repeats these steps, and ends with the parameters that it would have had.
+
+No file that is released holds anything that depends on which examples were drawn but through noised sums: no times, no
+numbers of physical batches, no sizes of batches. Times go into a file that is marked PRIVATE.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from dpkernels.accounting import AccountantUnavailableError, Ledger, Plan, bound
+from dpkernels.accounting import AccountantUnavailableError, BudgetExceededError, Ledger, Plan
 from dpkernels.data import ImageDataset, PoissonLoader
 from dpkernels.features import PrivateDataNorm
 from dpkernels.random import Domain, total_variation
@@ -30,9 +36,11 @@ from dpkernels.training.files import write_json
 from dpkernels.training.interrupt import StopSignal, ignore_interrupts
 from dpkernels.training.memory import keep_freed_memory, placed
 from dpkernels.training.objective import Objective
+from dpkernels.training.privacy_report import write_report
 from dpkernels.training.progress import Progress, Silent
 from dpkernels.training.run_folder import EpochResult, RunFolder
 from dpkernels.training.schedules import scheduler
+from dpkernels.training.timing import Timing
 from dpkernels.training.trained import write_trained
 from dpkernels.training.transfer import dense, prepare
 
@@ -65,11 +73,13 @@ class Execution:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. stopped_by: the signal that ended it early, else None. metrics: as in `metrics.json`."""
+    """How a run ended. metrics: as in `metrics.json`. stopped_by: the signal that ended it early, else None. seconds:
+    of training, which depend on what was drawn: private, as the data."""
 
     metrics: dict[str, Any]
     folder: RunFolder
     stopped_by: int | None
+    seconds: float
 
 
 def train(
@@ -89,6 +99,7 @@ def train(
 
     Raises:
         LedgerLockedError: another process trains in the folder.
+        BudgetExceededError: what was lost to a kill left no room for another step.
         FileExistsError: a run was started in the folder since it was claimed.
         UnsupportedModelError, ValueError, RuntimeError, OSError: see the optimizers, the loader and the readers.
     """
@@ -109,7 +120,7 @@ def train(
         with StopSignal() as stop:
             run.go(stop)
             metrics = run.report()
-        return RunResult(metrics, folder, None if metrics["complete"] else stop.number)
+        return RunResult(metrics, folder, None if metrics["complete"] else stop.number, run.timing.seconds)
 
 
 class _Run:
@@ -134,19 +145,35 @@ class _Run:
         self.model = self.model.to(execution.device)
         self.averaged = None if config.averaging is None else moving_average(self.model, config.averaging)
         self.objective = Objective(config, self.model)
-        self.optimizer = build_optimizer(config, plan, self.model, ledger)
+        with warnings.catch_warnings():
+            if config.epsilon is not None:
+                warnings.filterwarnings("ignore", "no epsilon will be stated")  # it is refused instead
+            self.optimizer = build_optimizer(config, plan, self.model, ledger)
+        self.epsilon = self._claimed()
         self.diagnostics: Diagnostics | None = None
         if execution.diagnostics:
             self.diagnostics = Diagnostics(folder, config, self.dataset.train, execution.physical_batch_size)
         self.history: list[EpochResult] = []
-        self.seconds = 0.0
-        self._started = time.monotonic()
+        self.timing = Timing(folder.timing)
+        self.last_step = plan.steps  # fewer, where the plan has no room for all that was lost
         self._saved_at = self._save_took = 0.0
 
+    def _claimed(self) -> float:
+        """Epsilon of the whole plan, with this model's noise. Raises ValueError where the target cannot be stated."""
+        config, channels = self.config, [m.channels for m in self.model.modules() if isinstance(m, PrivateDataNorm)]
+        releases = [how.noise_error(count) for count in channels if (how := config.release(count)) is not None]
+        score = config.score_noise_multiplier
+        error = sum(releases) + (0.0 if score is None else _score_error(score))
+        claim = self.plan.claim(self.plan.steps * self.optimizer.noise_error + error)
+        if claim.refusal and config.epsilon is not None:
+            raise ValueError(f"epsilon must be smaller for this model, got {config.epsilon:g}: {claim.refusal}")
+        return claim.upper
+
     def restore(self) -> None:
-        """Go back to the checkpoint; without one nothing happened, for the first is written before the first step."""
+        """Go back to the checkpoint. Without one no step was made, for the first is written before the first step."""
         if not self.folder.checkpoint.exists():
-            if entries := self.ledger.entries():
+            if self.ledger.steps:
+                entries = self.ledger.entries()
                 spent = ", ".join(f"{entry.what}: {entry.event}" for entry in entries)
                 raise FileNotFoundError(f"{self.folder.checkpoint} is missing, though something is spent: {spent}")
             return
@@ -165,8 +192,7 @@ class _Run:
         if self.diagnostics is not None:
             self.diagnostics.restore(checkpoint.step)
             self.diagnostics.snapshots = [it for it in self.diagnostics.snapshots if self._ends_epoch(it.step)]
-        self.seconds = checkpoint.seconds
-        self._started = time.monotonic() - self.seconds
+        self.timing.restore(checkpoint.step)
 
     def go(self, stop: StopSignal) -> None:
         """All steps that are left, and after the last one, or at the stop, evaluation and checkpoint."""
@@ -191,6 +217,7 @@ class _Run:
         if not self.folder.checkpoint.exists():
             self._release_statistics()
             self._save()
+        self._find_last_step()
         for text in self.told:
             self.progress.note(text)
         self.progress.begin(self.plan, start)
@@ -198,7 +225,7 @@ class _Run:
         if self.diagnostics is not None and not self.diagnostics.snapshots:
             self._diagnose()
         try:
-            for step in range(start + 1, self.plan.steps + 1):
+            for step in range(start + 1, self.last_step + 1):
                 if not self._logical_step(loader, stop):
                     break
                 lr = self.optimizer.param_groups[0]["lr"]
@@ -216,11 +243,35 @@ class _Run:
             self.progress.end()
 
     def _release_statistics(self) -> None:
-        """Those of the normalization, where the configuration pays for them."""
+        """Those of the normalization, where the configuration pays for them.
+
+        Where a kill came between their entry in the ledger and the first checkpoint, their noise may have been drawn:
+        the entry stays, and this is another release. With a seed it is the same one.
+        """
+        lost = bool(self.ledger.entries())
         for module in self.model.modules():
             if isinstance(module, PrivateDataNorm) and (how := self.config.release(module.channels)) is not None:
                 rows = (examples for examples, _ in self.dataset.train.batches(self.execution.physical_batch_size))
-                module.release(rows, how, ledger=self.ledger, key=self.optimizer.key)
+                ledger = None if lost and self.config.seeded else self.ledger
+                module.release(rows, how, ledger=ledger, key=self.optimizer.key)
+
+    def _find_last_step(self) -> None:
+        """The last step that the plan has room for, beside what was lost to kills.
+
+        Raises BudgetExceededError where it has room for none.
+        """
+        self.last_step = min(self.plan.steps, self.ledger.most_steps(self.plan.step_event))
+        missing = self.plan.steps - self.last_step
+        if missing and not self.last_step:
+            raise BudgetExceededError(
+                f"what a kill took away leaves no room for a step in the plan's epsilon {self.plan.epsilon:.4g}: start "
+                "a run in another folder, and count what this one spent, which its ledger tells, with it"
+            )
+        if missing:
+            self.progress.note(
+                f"a kill took private statistics away that were released already; they were released anew, and "
+                f"{missing} of {self.plan.steps} steps are left out to pay for that"
+            )
 
     def _logical_step(self, loader: PoissonLoader, stop: StopSignal) -> bool:
         """One step of the plan; False where a stop came first, and then nothing of it is left."""
@@ -237,7 +288,7 @@ class _Run:
 
     def _ends_epoch(self, step: int) -> bool:
         batch, size = self.plan.batch_size, self.plan.dataset_size
-        return step == self.plan.steps or step * batch // size > (step - 1) * batch // size
+        return step == self.last_step or step * batch // size > (step - 1) * batch // size
 
     @property
     def released(self) -> nn.Module:
@@ -256,13 +307,13 @@ class _Run:
             step=step,
             epoch=self._epoch(step),
             test_accuracy=self._accuracy(self.released),
-            epsilon=epsilon_spent(self.ledger, self.plan),
+            epsilon=finite(epsilon_spent(self.ledger, self.plan, self.epsilon)),
             lr=lr,
-            seconds=round(time.monotonic() - self._started, 3),
             last_iterate_accuracy=None if self.averaged is None else self._accuracy(self.model),
         )
         self.history.append(result)
         self.folder.write_history(self.history)
+        self.timing.mark(step)
         self.progress.epoch(result)
         if self.diagnostics is not None:
             self._diagnose()
@@ -278,10 +329,9 @@ class _Run:
     def _save(self) -> None:
         """History is written before: a line too many is dropped on a resume, one too few could not be made up."""
         begin = time.monotonic()
-        self.seconds = begin - self._started
         averaged = None if self.averaged is None else self.averaged.state_dict()
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        Checkpoint(self.ledger.steps, self.seconds, model, optimizer, averaged, self.features.fingerprint).save(
+        Checkpoint(self.ledger.steps, model, optimizer, averaged, self.features.fingerprint).save(
             self.folder.checkpoint
         )
         self._saved_at = time.monotonic()
@@ -293,59 +343,74 @@ class _Run:
             self._save()
 
     def report(self) -> dict[str, Any]:
-        """Write weights, plot and metrics, and return the metrics."""
-        train_accuracy = self._released_train_accuracy()
+        """Write weights, plot, metrics and report, and return the metrics."""
+        claim = self.ledger.claim(self.plan.delta)
+        released = dense(self.config, self.released)
+        write_trained(self.folder.model, released, self.config, claim.upper, self.dataset, self.features)
+        report.write_plot(self.folder.plot, self.config, self.plan, finite(claim.upper), self.history)
+        if self.diagnostics is not None:
+            self.diagnostics.draw()
+        train_accuracy = self._released_train_accuracy()  # last, so that a kill hardly comes between it and its file
         document = report.metrics(
             self.config,
             self.plan,
             self.history,
+            epsilon=finite(claim.upper),
             updates=self.optimizer.steps,
+            last_step=self.last_step,
             trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-            seconds=self.seconds,
             statement=self.optimizer.privacy_statement(),
-            spent=epsilon_spent(self.ledger, self.plan),
+            data=report.described(self.config, self.dataset, self.features),
             train_accuracy=train_accuracy,
         )
-        released = dense(self.config, self.released)
-        write_trained(self.folder.model, released, self.config, self.plan, self.dataset, self.features)
-        report.write_plot(self.folder.plot, self.config, self.plan, self.history)
-        if self.diagnostics is not None:
-            self.diagnostics.draw()
         write_json(self.folder.metrics, document)
+        write_report(self.folder)
+        self.timing.save()
         return document
 
     def _released_train_accuracy(self) -> float | None:
         """A noisy count of right answers on the training data over the nominal size, once a run; None where the
         configuration has none, the run is unfinished, or a kill took it away between its entry and the metrics."""
         event, sigma = self.config.score_event, self.config.score_noise_multiplier
-        if event is None or sigma is None or self.ledger.steps < self.plan.steps:
+        if event is None or sigma is None or self.ledger.steps < self.last_step:
             return None
+        train, device = self.dataset.train, self.execution.device
+        rows = self.execution.physical_batch_size
         if any(entry.what == SCORE for entry in self.ledger.entries()):
             if self.folder.metrics.exists():
                 written = json.loads(self.folder.metrics.read_text(encoding="utf-8"))
                 return None if (value := written.get("train_accuracy")) is None else float(value)
             if not self.config.seeded:
                 return None
-        else:
-            self.ledger.record(event, SCORE, total_variation(1, noise_std=sigma, grid=1.0))
-        train, device = self.dataset.train, self.execution.device
-        rows = self.execution.physical_batch_size
         right = round(accuracy(self.released, train, device=device, batch_size=rows) * len(train))
+        if not any(entry.what == SCORE for entry in self.ledger.entries()):
+            self.ledger.record(event, SCORE, _score_error(sigma))
         key = self.optimizer.key
         noise = key.grid_normal(Domain.SCORE, key.claim(Domain.SCORE), 1, noise_std=sigma, grid=1.0).item()
         return min(max((right + noise) / self.plan.dataset_size, 0.0), 1.0)
 
 
-def epsilon_spent(ledger: Ledger, plan: Plan) -> float:
-    """Upper bound on what was spent, by one fast accountant, or the plan's where that is smaller: it holds as well.
+def epsilon_spent(ledger: Ledger, plan: Plan, claimed: float) -> float:
+    """Upper bound on what was spent, by one fast accountant, or `claimed`, the plan's, where that is smaller: it holds
+    as well.
 
     Cross-checking three accountants at every epoch would take longer than training a small model.
     """
     try:
-        spent = bound(ledger.events(), plan.delta, "pld").upper
+        spent = ledger.bound(plan.delta, "pld").upper
     except AccountantUnavailableError:
-        spent = bound(ledger.events(), plan.delta, "rdp").upper
-    return min(spent, plan.epsilon)
+        spent = ledger.bound(plan.delta, "rdp").upper
+    return min(spent, claimed)
+
+
+def finite(epsilon: float) -> float | None:
+    """None for an infinite epsilon, which JSON does not know."""
+    return None if math.isinf(epsilon) else epsilon
+
+
+def _score_error(noise_multiplier: float) -> float:
+    """Total variation of the noise of the score from ideal."""
+    return total_variation(1, noise_std=noise_multiplier, grid=1.0)
 
 
 def _check_labels(dataset: ImageDataset) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from typing import Protocol
 
 from tqdm import tqdm
@@ -49,21 +48,19 @@ class Silent:
 
 
 class Lines(Silent):
-    """A line an epoch on the standard output."""
+    """A line an epoch on the standard output. It tells no time, since lines are kept in logs: see `timing.py`."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
 
     def begin(self, plan: Plan, step: int) -> None:
-        self._plan, self._first, self._start = plan, step, time.monotonic()
+        self._plan = plan
 
     def epoch(self, result: EpochResult) -> None:
-        steps = self._plan.steps - self._first
-        left = remaining(time.monotonic() - self._start, result.step - self._first, steps)
+        spent = "" if result.epsilon is None else f"  epsilon so far {result.epsilon:.3f}"
         print(
             f"epoch {result.epoch:.4g}  step {result.step}/{self._plan.steps}  "
-            f"test accuracy {result.test_accuracy:.2%}  epsilon {result.epsilon:.3f}  {result.seconds:.1f} s"
-            + (f", {left} left" if left else ""),
+            f"test accuracy {result.test_accuracy:.2%}{spent}",
             flush=True,
         )
 
@@ -86,7 +83,8 @@ class Bar(Silent):
         self._bar.update(step - self._bar.n)
 
     def epoch(self, result: EpochResult) -> None:
-        self._bar.set_postfix_str(f"test accuracy {result.test_accuracy:.1%}, epsilon {result.epsilon:.2f}")
+        spent = "" if result.epsilon is None else f", epsilon so far {result.epsilon:.2f}"
+        self._bar.set_postfix_str(f"test accuracy {result.test_accuracy:.1%}{spent}")
 
     def end(self) -> None:
         self._bar.close()

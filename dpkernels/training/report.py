@@ -12,6 +12,9 @@ import numpy as np
 import torch
 
 from dpkernels.accounting import Plan
+from dpkernels.accounting.statement import rounded_up
+from dpkernels.data import ArraySplit, ImageDataset
+from dpkernels.training.build import Features
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically
 from dpkernels.training.run_folder import EpochResult
@@ -31,41 +34,77 @@ def versions() -> dict[str, str]:
     }
 
 
+def described(config: TrainConfig, dataset: ImageDataset, features: Features) -> dict[str, Any]:
+    """What the data is, without anything that was computed from the private split.
+
+    dataset: what the run trains on, which has `features`.
+    """
+    low, high = dataset.test.value_range
+    steps = [f"pixels scaled to [{low:g}, {high:g}] by fixed numbers"]
+    if isinstance(dataset.train, ArraySplit) and features.pixel_range is None:
+        steps = ["features that the user brought; how they were made is not known here"]
+    if config.image_size is not None:
+        steps.append(f"each image alone cropped and resized to {config.image_size}x{config.image_size} pixels")
+    if config.features != "none":
+        steps.append(f"each image alone replaced by fixed features ({config.features})")
+    steps += _NORMALIZATION[config.normalization]
+    return {
+        "name": dataset.name,
+        "nominal_size": config.dataset_size,
+        "classes": list(dataset.classes),
+        "example_shape": list(features.image_shape),
+        "private": "the training split: examples and labels",
+        "public": f"the test split ({len(dataset.test)} examples), the names of the classes, the nominal size",
+        "preprocessing": steps,
+    }
+
+
+_NORMALIZATION: dict[str, list[str]] = {
+    "none": [],
+    "group": ["each example alone normalized over groups of channels"],
+    "public": ["channels normalized by statistics of synthetic images, which no data was used for"],
+    "private": [
+        "channels normalized by statistics of the training split, released with noise: they are part of the privacy "
+        "statement as normalization statistics"
+    ],
+}
+
+
 def metrics(
     config: TrainConfig,
     plan: Plan,
     history: Sequence[EpochResult],
     *,
+    epsilon: float | None,
     updates: int,
+    last_step: int,
     trained: int,
-    seconds: float,
     statement: str,
-    spent: float,
+    data: dict[str, Any],
     train_accuracy: float | None = None,
 ) -> dict[str, Any]:
     """What `metrics.json` holds.
 
-    epsilon is the plan's also where the run stopped early: a run that may stop on something it saw costs what it was
-    allowed to spend. epsilon_spent (`spent`) is that of what was released. steps counts what was spent, lost_steps
-    those of them that a kill took away: `updates` is how many the model has seen. train_accuracy, where the
-    configuration pays for it, is a noisy count. trained: numbers that were trained.
+    epsilon is the one that the statement states: the plan's also where the run stopped early, since a run that may stop
+    on something it saw costs what it was allowed to spend; None where none can be stated. steps counts what was spent;
+    lost_steps those of the plan that a kill took away, `updates` being how many the model has seen and `last_step` the
+    last one that the plan had room for. train_accuracy, where the configuration pays for it, is a noisy count.
+    trained: numbers that were trained. No time is among them: it depends on which examples were drawn.
     """
     last = history[-1]
     return {
         "test_accuracy": last.test_accuracy,
         "last_iterate_accuracy": last.last_iterate_accuracy,
         **({} if train_accuracy is None else {"train_accuracy": train_accuracy}),
-        "epsilon": plan.epsilon,
-        "epsilon_spent": spent,
+        "epsilon": epsilon,
         "delta": plan.delta,
-        "private": not config.seeded,
+        "private": not config.seeded and epsilon is not None,
         "noise_multiplier": plan.noise_multiplier,
         "sampling_rate": plan.sampling_rate,
         "steps": last.step,
         "planned_steps": plan.steps,
-        "lost_steps": last.step - updates,
-        "complete": last.step == plan.steps,
-        "seconds": round(seconds, 3),
+        "lost_steps": last.step - updates + plan.steps - last_step,
+        "complete": last.step == last_step,
         "dataset": config.dataset,
         "model": config.model,
         "loss": config.loss,
@@ -73,34 +112,43 @@ def metrics(
         "normalization": config.normalization,
         "init": config.init,
         "trained_parameters": trained,
+        "data": data,
         "versions": versions(),
         "statement": statement,
     }
 
 
-def write_plot(path: Path, config: TrainConfig, plan: Plan, history: Sequence[EpochResult]) -> None:
-    """Test accuracy against the epsilon that was spent to reach it, a point an epoch."""
+def write_plot(
+    path: Path, config: TrainConfig, plan: Plan, epsilon: float | None, history: Sequence[EpochResult]
+) -> None:
+    """Test accuracy against the epsilon that was spent to reach it, a point an epoch; against the epoch where none can
+    be stated. epsilon: of the whole plan."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    epsilons = [result.epsilon for result in history]
+    spent = [result.epsilon for result in history if result.epsilon is not None]
+    stated = epsilon is not None and len(spent) == len(history)
+    places = spent if stated else [result.epoch for result in history]
     accuracies = [100 * result.test_accuracy for result in history]
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(epsilons, accuracies, color="tab:blue", marker="o", markersize=3, linewidth=1.5, clip_on=False, zorder=3)
-    axes.axvline(plan.epsilon, color="gray", linewidth=1, linestyle="--")
-    axes.text(
-        plan.epsilon,
-        0.02,
-        f"plan: \N{GREEK SMALL LETTER EPSILON} = {plan.epsilon:.3g} ",
-        transform=axes.get_xaxis_transform(),
-        ha="right",
-        color="gray",
-    )
+    axes.plot(places, accuracies, color="tab:blue", marker="o", markersize=3, linewidth=1.5, clip_on=False, zorder=3)
+    if stated and epsilon is not None:
+        axes.axvline(epsilon, color="gray", linewidth=1, linestyle="--")
+        axes.text(
+            epsilon,
+            0.02,
+            f"plan: \N{GREEK SMALL LETTER EPSILON} = {rounded_up(epsilon)} ",
+            transform=axes.get_xaxis_transform(),
+            ha="right",
+            color="gray",
+        )
+        axes.set_xlabel(f"\N{GREEK SMALL LETTER EPSILON} spent, at \N{GREEK SMALL LETTER DELTA} = {plan.delta:g}")
+    else:
+        axes.set_xlabel("epoch")
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"\N{GREEK SMALL LETTER EPSILON} spent, at \N{GREEK SMALL LETTER DELTA} = {plan.delta:g}")
     axes.set_ylabel("test accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(decimals=None))
     axes.grid(alpha=0.3)

@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One line of the history. It holds nothing that depends on single private examples."""
+    """One line of the history. It holds nothing that depends on single private examples, and so no time."""
 
     step: int
     """Steps of the plan that are spent."""
@@ -27,11 +27,10 @@ class EpochResult:
     """step * batch_size / dataset_size"""
     test_accuracy: float
     """In [0, 1]."""
-    epsilon: float
-    """Upper bound on what was spent so far, at the plan's delta."""
+    epsilon: float | None
+    """Upper bound on what was spent so far, at the plan's delta; None where none can be stated. What a run costs that
+    ends here is the plan's: it may end on something it saw."""
     lr: float
-    seconds: float
-    """Since the start of the run, without the time between a stop and a resume."""
     last_iterate_accuracy: float | None = None
     """Of the weights themselves, where test_accuracy is that of their moving average."""
 
@@ -47,7 +46,10 @@ class RunFolder:
         self.history = self.path / "history.jsonl"
         self.metrics = self.path / "metrics.json"
         self.plot = self.path / "privacy.png"
+        self.report = self.path / "report.md"
+        self.audit = self.path / "audit.json"
         self.model = self.path / "model.safetensors"
+        self.timing = self.path / "timing-PRIVATE.json"
         self.diagnostics = self.path / "diagnostics-PRIVATE.json"
         self.diagnostics_plot = self.path / "diagnostics-PRIVATE.png"
 

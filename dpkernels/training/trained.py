@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels import models
-from dpkernels.accounting import Plan
 from dpkernels.data import ImageDataset
 from dpkernels.features import GroupNorm, PrivateDataNorm
 from dpkernels.training.build import Features, features_of
@@ -25,14 +24,14 @@ def write_trained(
     path: Path,
     model: nn.Module,
     config: TrainConfig,
-    plan: Plan,
+    epsilon: float,
     dataset: ImageDataset,
     features: Features,
 ) -> None:
     """The weights as safetensors; tied ones are stored once.
 
-    What the model is, what it expects, and what it guarantees go into the metadata. dataset: what the model was trained
-    on, which has `features`.
+    What the model is, what it expects, and what it guarantees go into the metadata. epsilon: as stated. dataset: what
+    the model was trained on, which has `features`.
     """
     from safetensors.torch import save_model
 
@@ -46,8 +45,8 @@ def write_trained(
         "normalization": config.normalization,
         "groups": json.dumps(config.groups),
         "model": config.model,
-        "epsilon": repr(plan.epsilon),
-        "delta": repr(plan.delta),
+        "epsilon": repr(epsilon),
+        "delta": repr(config.delta),
         "private": str(not config.seeded).lower(),
     }
     write_atomically(path, lambda temporary: save_model(model, str(temporary), metadata=metadata))

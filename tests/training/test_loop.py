@@ -19,6 +19,7 @@ from safetensors.torch import load_model
 
 from dpkernels import models
 from dpkernels.accounting import Ledger, LedgerLockedError
+from dpkernels.accounting.statement import rounded_up
 from dpkernels.data import ImageDataset, PoissonLoader
 from dpkernels.random import Domain, Key
 from dpkernels.training import Execution, RunFolder, RunResult, TrainConfig, accuracy, load_checkpoint, loop, report
@@ -62,9 +63,8 @@ def test_what_a_run_leaves(reference: RunResult, digits: ImageDataset) -> None:
     assert metrics["steps"] == metrics["planned_steps"] == STEPS
     assert metrics["lost_steps"] == 0
     assert 0.5 < metrics["test_accuracy"] <= 1
-    assert 0 < metrics["epsilon_spent"] <= metrics["epsilon"] < np.inf
+    assert 0 < metrics["epsilon"] < np.inf
     assert metrics["noise_multiplier"] == 2.0
-    assert metrics["seconds"] > 0
     assert metrics["versions"].keys() == {"dpkernels", "torch", "numpy", "python"}
     assert not metrics["private"]
     assert metrics["statement"].startswith("NOT PRIVATE")
@@ -74,6 +74,7 @@ def test_what_a_run_leaves(reference: RunResult, digits: ImageDataset) -> None:
     assert [line["epoch"] for line in history] == [1, 2, 3, 4]
     epsilons = [line["epsilon"] for line in history]
     assert epsilons == sorted(epsilons)
+    assert epsilons[-1] == metrics["epsilon"]
     assert not any("loss" in key or "norm" in key for line in history for key in line)
     assert history[-1]["test_accuracy"] == metrics["test_accuracy"]
 
@@ -131,17 +132,18 @@ def test_a_stopped_seeded_run_goes_on_to_the_same_parameters(
     assert stopped.stopped_by == signal.SIGINT
     assert not stopped.metrics["complete"]
     assert stopped.metrics["steps"] == step
-    assert (
-        stopped.metrics["epsilon"] > stopped.metrics["epsilon_spent"]
-    )  # the plan's, since it may have stopped on purpose
+    plan = stopped.folder.read_config()[1]
+    assert stopped.metrics["epsilon"] == plan.epsilon  # since it may have stopped on purpose
+    assert stopped.folder.read_history(step)[-1].epsilon < 0.999 * plan.epsilon
+    assert f"({rounded_up(plan.epsilon)}, 1e-05)-differentially private" in stopped.metrics["statement"]
     assert stopped.folder.plot.exists()
     resumed = run(config, tmp_path / "run", resume=True)
     assert resumed.metrics["complete"]
     assert same(resumed.folder, reference.folder)
     steps = [[line.step for line in result.folder.read_history(STEPS)] for result in (resumed, reference)]
     assert steps[0] == steps[1]
-    assert resumed.metrics["seconds"] > stopped.metrics["seconds"]
-    assert resumed.metrics["epsilon_spent"] == reference.metrics["epsilon_spent"]
+    assert resumed.seconds > stopped.seconds
+    assert resumed.metrics["epsilon"] == reference.metrics["epsilon"]
 
 
 def test_a_stop_in_the_middle_of_a_logical_batch_discards_it(
@@ -208,7 +210,7 @@ def test_steps_lost_to_a_kill_stay_spent(
     assert resumed.metrics["complete"]
     assert resumed.metrics["steps"] == plan.steps
     assert resumed.metrics["lost_steps"] == first - 1
-    assert resumed.metrics["epsilon_spent"] <= plan.epsilon
+    assert resumed.metrics["epsilon"] == plan.epsilon
     with Ledger(killed.ledger) as ledger:
         assert ledger.steps == plan.steps
     assert [json.loads(line)["step"] for line in killed.history.read_text().splitlines()] == list(
