@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dpkernels.accounting.accountants import Accountant, bound
+from dpkernels.accounting.accountants import Accountant, bound, claim
 from dpkernels.accounting.bounds import Bound
 from dpkernels.accounting.calibration import PRECISION, root_of
 from dpkernels.accounting.mechanisms import (
@@ -35,10 +35,16 @@ from dpkernels.accounting.mechanisms import (
 from dpkernels.accounting.rdp import convert, divergence, minimise_over_orders
 
 
-def all_runs(run: Sequence[Event], delta: float, *, runs: int, accountant: Accountant = "auto") -> Bound:
-    """Epsilon at ``delta`` of ``runs`` runs whose results are all kept, such as a grid: their composition."""
+def all_runs(
+    run: Sequence[Event], delta: float, *, runs: int, accountant: Accountant = "auto", noise_error: float = 0.0
+) -> Bound:
+    """Epsilon at ``delta`` of ``runs`` runs whose results are all kept, such as a grid: their composition.
+
+    noise_error: total variation of the noise of one run from ideal, which ``claim`` counts.
+    """
     count = check_count("runs", runs)
-    return bound([event.times(event.count * count) for event in check_events("run", run)], delta, accountant)
+    events = [event.times(event.count * count) for event in check_events("run", run)]
+    return claim(events, delta, accountant, noise_error=count * noise_error)
 
 
 def best_of_random_runs(

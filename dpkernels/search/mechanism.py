@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpkernels.accounting import Bound, Entry, Plan
@@ -13,12 +13,15 @@ from dpkernels.accounting.planning import planned_steps
 from dpkernels.accounting.statement import statement
 from dpkernels.accounting.tuning import TrainingRun, best_of_random_runs, most_runs, noise_multipliers
 from dpkernels.data import ImageDataset
+from dpkernels.random import total_variation
 from dpkernels.search.draws import FREE, Draw
 from dpkernels.training.config import TrainConfig, resolve
 
 SCORES = ("test", "train")
 SCORE_NOISE = 20.0
 """Of a count of right answers on the training data: next to nothing beside training, and 1.4% of digits."""
+NOISE_SHARE = 2.0**-8
+"""Of delta, for what the noise of all runs differs from ideal."""
 CUT_SHARE = 1e-3  # of delta, for the numbers of runs that constant time leaves out
 
 
@@ -76,6 +79,22 @@ class Calibrated:
     slots: int | None
     """Runs that are made in constant time."""
 
+    def check_noise(self, config: TrainConfig, parameters: int, channels: int) -> None:
+        """Raise ValueError where what the noise of runs like `config` differs from ideal takes more than its share of
+        delta. parameters: of its model. channels: of its input."""
+        kind, release = kind_of(config), config.release(channels)
+        sigma, score = self.noise[kind], config.score_noise_multiplier
+        # Noise is at most 2.1e4 sqrt(parameters) steps of its grid wide, in units of sigma: see PrivateOptimizer.
+        error = kind.steps * total_variation(parameters, noise_std=2.1e4 * math.sqrt(parameters) * sigma, grid=1.0)
+        error += 0.0 if release is None else release.noise_error(channels)
+        error += 0.0 if score is None else total_variation(1, noise_std=score, grid=1.0)
+        share = (1 + math.exp(min(self.search.epsilon, 700.0))) * self.search.mean_runs * error
+        if share > NOISE_SHARE * self.delta:
+            raise ValueError(
+                f"epsilon must be smaller for {config.model}, got {self.search.epsilon:g}: what the noise of all runs "
+                f"differs from ideal would take {share:.2g} of delta={self.delta:g}, more than is kept for it"
+            )
+
     def draw(self, dataset: ImageDataset) -> tuple[TrainConfig, TrainingRun]:
         """The configuration of one run, with its noise, and its kind. Raises ValueError for an impossible one."""
         drawn = {draw.field: draw.one() for draw in self.search.draws}
@@ -118,16 +137,17 @@ def calibrate(search: Search, dataset: ImageDataset) -> Calibrated:
     """
     configs = _representatives(search, dataset)
     kinds, delta = [kind_of(config) for config in configs], configs[0].delta
-    slots, within = None, delta
+    slots, within = None, (1 - NOISE_SHARE) * delta
     if search.constant_time:
         cut = CUT_SHARE * delta / (1 + math.exp(search.epsilon))
         slots = most_runs(mean_runs=search.mean_runs, shape=search.shape, tail=cut)
-        within = (1 - CUT_SHARE) * delta
+        within -= CUT_SHARE * delta
     how: dict[str, Any] = {"mean_runs": search.mean_runs, "shape": search.shape}
     sigmas = noise_multipliers(kinds, target_epsilon=search.epsilon, delta=within, **how)
     noise = dict(zip(kinds, sigmas, strict=True))
     first, *rest = [kind.events(sigma) for kind, sigma in noise.items()]
-    return Calibrated(search, delta, noise, best_of_random_runs(first, within, alternatives=rest, **how), slots)
+    found = best_of_random_runs(first, within, alternatives=rest, **how)
+    return Calibrated(search, delta, noise, replace(found, kept=NOISE_SHARE * delta), slots)
 
 
 def kind_of(config: TrainConfig) -> TrainingRun:

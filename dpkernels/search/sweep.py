@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,8 @@ def run_sweep(
     write_state(out, rows, costs)
     keeper = _Keeper(out, rows, costs, waiting, shown)
     _, stopped_by = run_jobs(chosen, processes=processes, threads=threads, watcher=keeper)
+    costs = composed(rows)  # by now all models are known, and how far their noise is from ideal
+    write_state(out, rows, costs)
     write_pictures(out, rows, costs)
     complete = all(row.state == "done" for row in rows)
     return SweepResult(document(rows, costs), rows, costs, None if complete else stopped_by)
@@ -174,8 +177,9 @@ def composed(rows: Sequence[Row]) -> list[Cost]:
     for dataset in dict.fromkeys(row.config.dataset for row in rows):
         own = [row for row in rows if row.config.dataset == dataset]
         delta = min(row.plan.delta for row in own)
-        bound = all_runs([event for row in own for event in row.plan.events], delta, runs=1)
-        dearest = max(row.plan.epsilon for row in own)
+        error = sum(row.noise_error for row in own)
+        bound = all_runs([event for row in own for event in row.plan.events], delta, runs=1, noise_error=error)
+        dearest = max(math.inf if row.epsilon is None else row.epsilon for row in own)
         seeded = any(row.config.seeded for row in own)
         costs.append(Cost(dataset, len(own), dearest, bound.upper, delta, bound.method, seeded))
     return costs

@@ -14,6 +14,7 @@ from dpkernels.accounting.statement import rounded_up
 from dpkernels.search.workers import Outcome
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_json, write_text
+from dpkernels.training.report import finite
 
 RELEASED = (
     "Every result of a grid is released: whoever reads this table has seen all runs. The composed epsilon holds for "
@@ -49,6 +50,11 @@ class Row:
         return None if stated is None or math.isinf(stated) else stated
 
     @property
+    def noise_error(self) -> float:
+        """Total variation of the run's noise from ideal; before it ended the least that it can be."""
+        return float(self.metrics["noise_error"]) if self.metrics is not None else self.plan.bound.noise_error
+
+    @property
     def accuracy(self) -> float | None:
         """On the test set, in [0, 1], of a run that is done."""
         return self.metrics["test_accuracy"] if self.metrics is not None and self.state == "done" else None
@@ -67,10 +73,11 @@ class Cost:
     seeded: bool
 
     def __str__(self) -> str:
-        one = f"epsilon {self.epsilon_of_one:.4g}" if self.runs == 1 else f"at most epsilon {self.epsilon_of_one:.4g}"
+        of_one = rounded_up(self.epsilon_of_one)
+        one = f"epsilon {of_one}" if self.runs == 1 else f"at most epsilon {of_one}"
         runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
         return (
-            f"{self.dataset}: a single run costs {one}, all {runs} together epsilon {self.epsilon_of_all:.4g}, "
+            f"{self.dataset}: a single run costs {one}, all {runs} together epsilon {rounded_up(self.epsilon_of_all)}, "
             f"at delta {self.delta:g}"
         )
 
@@ -105,7 +112,14 @@ def document(rows: Sequence[Row], costs: Sequence[Cost]) -> dict[str, Any]:
                 **failure,
             }
         )
-    cost = [{name: value for name, value in vars(cost).items() if name != "seeded"} for cost in costs]
+    cost = [
+        {
+            name: finite(value) if name.startswith("epsilon") else value
+            for name, value in vars(cost).items()
+            if name != "seeded"
+        }
+        for cost in costs
+    ]
     return {"runs": runs, "cost": cost, "private": not any(cost.seeded for cost in costs), "note": notes(costs)}
 
 

@@ -132,7 +132,7 @@ def _lay_down(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder,
     plans: dict[TrainingRun, Plan] = {}
     for index in range(runs):
         config, kind = calibrated.draw(dataset)
-        _check_model(config, dataset)
+        _check_model(calibrated, config, dataset)
         if kind not in plans:
             plans[kind] = config.plan()
         run = folder.run(index)
@@ -141,10 +141,12 @@ def _lay_down(calibrated: Calibrated, dataset: ImageDataset, folder: TuneFolder,
         run.write_config(config, plans[kind], report.versions())
 
 
-def _check_model(config: TrainConfig, dataset: ImageDataset) -> None:
-    """Raises ValueError where the model does not take the images, before anything is spent."""
+def _check_model(calibrated: Calibrated, config: TrainConfig, dataset: ImageDataset) -> None:
+    """Raises ValueError where the model does not take the images, or its noise too much of delta, before anything is
+    spent."""
     features = features_of(config.features, dataset.input_shape)
-    models.create(config.model, features.shape, dataset.num_classes)
+    model = models.create(config.model, features.shape, dataset.num_classes)
+    calibrated.check_noise(config, sum(p.numel() for p in model.parameters()), features.shape[0])
 
 
 def go_on(
@@ -225,7 +227,7 @@ def _release(best: RunFolder, folder: TuneFolder, state: dict[str, Any]) -> Tune
     config, plan = best.read_config()
     search, bound, delta = Search.from_dict(state["search"]), Bound(**state["bound"]), state["delta"]
     metrics = json.loads(best.metrics.read_text(encoding="utf-8"))
-    left = {"epsilon", "delta", "private", "statement", "last_iterate_accuracy"}
+    left = {"epsilon", "delta", "private", "statement", "last_iterate_accuracy", "noise_error"}
     metrics = {
         **{name: value for name, value in metrics.items() if name not in left},
         "epsilon": bound.upper,

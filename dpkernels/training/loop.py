@@ -14,7 +14,6 @@ numbers of physical batches, no sizes of batches. Times go into a file that is m
 from __future__ import annotations
 
 import json
-import math
 import time
 import warnings
 from dataclasses import dataclass
@@ -307,7 +306,7 @@ class _Run:
             step=step,
             epoch=self._epoch(step),
             test_accuracy=self._accuracy(self.released),
-            epsilon=finite(epsilon_spent(self.ledger, self.plan, self.epsilon)),
+            epsilon=report.finite(epsilon_spent(self.ledger, self.plan, self.epsilon)),
             lr=lr,
             last_iterate_accuracy=None if self.averaged is None else self._accuracy(self.model),
         )
@@ -347,7 +346,7 @@ class _Run:
         claim = self.ledger.claim(self.plan.delta)
         released = dense(self.config, self.released)
         write_trained(self.folder.model, released, self.config, claim.upper, self.dataset, self.features)
-        report.write_plot(self.folder.plot, self.config, self.plan, finite(claim.upper), self.history)
+        report.write_plot(self.folder.plot, self.config, self.plan, report.finite(claim.upper), self.history)
         if self.diagnostics is not None:
             self.diagnostics.draw()
         train_accuracy = self._released_train_accuracy()  # last, so that a kill hardly comes between it and its file
@@ -355,7 +354,7 @@ class _Run:
             self.config,
             self.plan,
             self.history,
-            epsilon=finite(claim.upper),
+            claim=claim,
             updates=self.optimizer.steps,
             last_step=self.last_step,
             trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
@@ -401,11 +400,6 @@ def epsilon_spent(ledger: Ledger, plan: Plan, claimed: float) -> float:
     except AccountantUnavailableError:
         spent = ledger.bound(plan.delta, "rdp").upper
     return min(spent, claimed)
-
-
-def finite(epsilon: float) -> float | None:
-    """None for an infinite epsilon, which JSON does not know."""
-    return None if math.isinf(epsilon) else epsilon
 
 
 def _score_error(noise_multiplier: float) -> float:

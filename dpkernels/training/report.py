@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpkernels.accounting import Plan
+from dpkernels.accounting import Bound, Plan
 from dpkernels.accounting.statement import rounded_up
 from dpkernels.data import ArraySplit, ImageDataset
 from dpkernels.training.build import Features
@@ -75,7 +76,7 @@ def metrics(
     plan: Plan,
     history: Sequence[EpochResult],
     *,
-    epsilon: float | None,
+    claim: Bound,
     updates: int,
     last_step: int,
     trained: int,
@@ -85,19 +86,21 @@ def metrics(
 ) -> dict[str, Any]:
     """What `metrics.json` holds.
 
-    epsilon is the one that the statement states: the plan's also where the run stopped early, since a run that may stop
-    on something it saw costs what it was allowed to spend; None where none can be stated. steps counts what was spent;
-    lost_steps those of the plan that a kill took away, `updates` being how many the model has seen and `last_step` the
-    last one that the plan had room for. train_accuracy, where the configuration pays for it, is a noisy count.
-    trained: numbers that were trained. No time is among them: it depends on which examples were drawn.
+    epsilon is that of `claim`, which the statement states: the plan's also where the run stopped early, since a run
+    that may stop on something it saw costs what it was allowed to spend; None where none can be stated. noise_error is
+    the total variation of all noise from ideal. steps counts what was spent; lost_steps those of the plan that a kill
+    took away, `updates` being how many the model has seen and `last_step` the last one that the plan had room for.
+    train_accuracy, where the configuration pays for it, is a noisy count. trained: numbers that were trained. No time
+    is among them: it depends on which examples were drawn.
     """
-    last = history[-1]
+    last, epsilon = history[-1], finite(claim.upper)
     return {
         "test_accuracy": last.test_accuracy,
         "last_iterate_accuracy": last.last_iterate_accuracy,
         **({} if train_accuracy is None else {"train_accuracy": train_accuracy}),
         "epsilon": epsilon,
         "delta": plan.delta,
+        "noise_error": claim.noise_error,
         "private": not config.seeded and epsilon is not None,
         "noise_multiplier": plan.noise_multiplier,
         "sampling_rate": plan.sampling_rate,
@@ -116,6 +119,11 @@ def metrics(
         "versions": versions(),
         "statement": statement,
     }
+
+
+def finite(epsilon: float) -> float | None:
+    """None for an infinite epsilon, which JSON does not know."""
+    return None if math.isinf(epsilon) else epsilon
 
 
 def write_plot(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dp_accounting.rdp import rdp_privacy_accountant as library
 
-from dpkernels.accounting import Gaussian, PureEpsilon, SampledGaussian, bound, tuning
+from dpkernels.accounting import Gaussian, PureEpsilon, SampledGaussian, bound, claim, tuning
 from dpkernels.accounting.rdp import divergence
 
 SHAPES = [-0.5, 0.0, 0.5, 1.0, 3.0, math.inf]
@@ -88,7 +88,10 @@ def test_costs_are_ordered():
     best = tuning.best_of_random_runs(run, 1e-5, mean_runs=10).upper
     everything = tuning.all_runs(run, 1e-5, runs=10)
     assert one < best < everything.upper
-    assert everything == bound([SampledGaussian(1.0, 0.01, 10_000)], 1e-5)
+    assert everything == claim([SampledGaussian(1.0, 0.01, 10_000)], 1e-5)
+    noisy = tuning.all_runs(run, 1e-5, runs=10, noise_error=1e-12)
+    assert noisy.noise_error == 1e-11
+    assert noisy.upper > everything.upper
     assert tuning.best_of_random_runs(run, 1e-5, mean_runs=10, compose_with=[Gaussian(4.0)]).upper > best
     assert best < tuning.random_stopping(run, 1e-5, stopping_probability=0.1).upper
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dpkernels.accounting.statement import rounded_up
 from dpkernels.cli import main
 
 RUN = ["--epochs", "2", "--noise-multiplier", "2", "--processes", "1"]
@@ -19,7 +20,7 @@ def test_a_grid_and_the_same_command_again(tmp_path: Path, capsys: pytest.Captur
     printed, _ = capsys.readouterr()
     document = json.loads((tmp_path / "sweep.json").read_text())
     (cost,) = document["cost"]
-    together = f"all 2 runs together epsilon {cost['epsilon_of_all']:.4g}, at delta 1e-05"
+    together = f"all 2 runs together epsilon {rounded_up(cost['epsilon_of_all'])}, at delta 1e-05"
     assert cost["epsilon_of_all"] > cost["epsilon_of_one"]
     assert printed.count(together) == 2  # before the first run and after the last
     assert "2/2 runs  lr=2,batch_size=479  test accuracy" in printed

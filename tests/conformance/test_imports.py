@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
         *("clipping", "optim", "data", "random", "accounting"),
         *("features", "models", "losses", "transfer", "selection"),
     },
-    "search": {"training", "features", "data", "models", "accounting"},
+    "search": {"training", "features", "data", "models", "random", "accounting"},
     "bench": {"_native", "ops", "layers", "clipping", "optim", "models", "training"},
 }
 ARROWS["cli"] = set(ARROWS)  # the only room that may import everything

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dpkernels.accounting.statement import rounded_up
 from dpkernels.accounting.tuning import all_runs
 from dpkernels.search import Point, grid, run_sweep, sweep_report
 from dpkernels.search.sweep_progress import SweepProgress
@@ -70,7 +71,7 @@ def test_runs_are_made_once_and_their_cost_is_composed(tmp_path: Path, in_this_p
     assert not document["private"]
     assert document["cost"][0]["epsilon_of_all"] == cost.epsilon_of_all
     table = (tmp_path / "sweep.md").read_text()
-    assert f"all 3 runs together epsilon {cost.epsilon_of_all:.4g}" in table
+    assert f"all 3 runs together epsilon {rounded_up(cost.epsilon_of_all)}" in table
     assert "Every result of a grid is released" in table
     assert "NOT PRIVATE" in table
     lines = [line for line in table.splitlines() if line.startswith("|")][2:]
