@@ -9,6 +9,7 @@ sums are taken as the records come by.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +18,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from dpkernels.clipping import loss, rounding
+from dpkernels.clipping import loss, rounding, tags, walk
+from dpkernels.clipping.loss import Seed
 from dpkernels.clipping.patch import is_patched, patch, unpatch
 from dpkernels.clipping.products import require_apart
+from dpkernels.clipping.state import StateWatch
 from dpkernels.clipping.survey import survey
-from dpkernels.layers import Layer, Record, Rule
+from dpkernels.layers import OUTPUT_OF, Layer, OpaqueModule, Record, Rule
 from dpkernels.ops.clip import clip_factors, require_max_grad_norm
 
 
@@ -50,14 +54,15 @@ class _Batch:
     a tensor's own hash is computed in Python, and small models are bound by such calls."""
 
     uses: Counter[int] = field(default_factory=Counter)  # calls in the forward
+    calls: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of which module, on which shape
     emitted: Counter[int] = field(default_factory=Counter)  # records in the backward
     records: list[tuple[Record, Tensor]] = field(default_factory=list)  # kept, with their squared norms
     squared: list[Tensor] = field(default_factory=list)  # squared norms of records that were not kept
     reused: list[Record] = field(default_factory=list)  # of parameters that were used several times
     sums: dict[int, Tensor] = field(default_factory=dict)
-    weights: Tensor | None = None  # clip factors times loss scale, once the norms are known
+    weights: Tensor | None = None  # clip factors, once the norms are known
     rows: int | None = None
-    task: int | None = None  # autograd's number of the ordinary backward that fills this batch
+    looked_at: bool = False  # nothing is gathered: the rows of its records are checked
 
 
 class GhostClipper:
@@ -96,7 +101,11 @@ class GhostClipper:
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
         rules = survey(model)
         if any(is_patched(module) for module in model.modules()):
-            raise ValueError("model already has a GhostClipper attached: call its detach() first")
+            raise ValueError(
+                "model already has a GhostClipper or a private optimizer attached, and a second one would clip the "
+                "same gradients again: call optimizer.clipper.detach() (or clipper.detach()) on the first, or delete "
+                "it, before the model gets another"
+            )
         self.model = model
         self.max_grad_norm = float(max_grad_norm)
         self.memory = memory
@@ -105,13 +114,20 @@ class GhostClipper:
         self.expected_rows: int | None = None
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
         self._watched: dict[int, RemovableHandle] = {}
-        self._explicit = False  # inside backward(losses)
+        self._running = False  # a backward of ours is under way
+        self._looking = False  # the graph is read: what checkpointing recomputes for that is no use
         self._batch = _Batch()
         self._result: ClippedSum | None = None  # of an ordinary backward
-        self._loss_weights: tuple[float, ...] = ()  # of the last one's parts
+        self._losses = loss.Memory.empty()
+        self._checks = tags.Checks()
+        self._prints: tags.Prints | None = None  # of the backward under way, while it is checked
+        self._state = StateWatch(model)
+        self._opaque = any(isinstance(rule, OpaqueModule) for rule in rules)
         self._modules = [rule.module for rule in rules]
         for rule in rules:
             patch(rule.module, self._captured(rule))
+        self._release = weakref.finalize(self, _release, self._modules, self._watched)
+        self._release.atexit = False
         loss.listen(self)
 
     @property
@@ -153,18 +169,7 @@ class GhostClipper:
             raise ValueError(
                 f"losses must have one entry for each of {self.expected_rows} examples, got {losses.size(0)}"
             )
-        self._require_taken()
-        self._batch = _Batch(uses=self._batch.uses, rows=losses.size(0))
-        self._explicit = True
-        ones, lean = torch.ones_like(losses), self.memory == "lean"
-        try:
-            torch.autograd.backward(losses, ones, retain_graph=lean)
-            norms = self._weigh(loss_scale=1.0)
-            if lean:
-                torch.autograd.backward(losses, ones)
-            return self._sum(norms)
-        finally:
-            self._explicit, self._batch = False, _Batch()
+        return self._run([Seed(losses, torch.ones_like(losses), 0)], losses.size(0))
 
     def take(self) -> ClippedSum:
         """The result of the ordinary ``loss.backward()`` that just ran; see :meth:`backward` for what that raises.
@@ -180,15 +185,13 @@ class GhostClipper:
     def discard(self) -> None:
         """Forget what was gathered and not taken."""
         self._result, self._batch = None, _Batch()
+        self._state.discard()
 
     def detach(self) -> None:
         """Leave the model as it was before the clipper was attached."""
-        for module in self._modules:
-            unpatch(module)
-        for handle in self._watched.values():
-            handle.remove()
+        self._release()
         loss.forget(self)
-        self._modules, self._watched = [], {}
+        self._state.close()
         self.discard()
 
     def __enter__(self) -> GhostClipper:
@@ -202,23 +205,34 @@ class GhostClipper:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def _captured(self, rule: Rule) -> Callable[..., Any]:
-        """The forward that stands in for the module's own while the clipper is attached."""
+        """The forward that stands in for the module's own while the clipper is attached, and lives."""
         own_forward = rule.module.forward
+        reference = weakref.ref(self)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            clipper = reference()
+            if clipper is None:
+                return own_forward(*args, **kwargs)
             if isinstance(rule, Layer) and (reason := rule.refusal(rule.module)) is not None:
                 raise RuntimeError(f"{rule.path}: {reason}")
             if not torch.is_grad_enabled() or not rule.active():
                 return own_forward(*args, **kwargs)
-            in_backward = torch._C._current_graph_task_id() != -1  # checkpointing recomputes: not another use
-            for parameter in rule.slots().values():
-                if not in_backward:
-                    self._batch.uses[id(parameter)] += 1
-                if id(parameter) not in self._watched:
-                    self._watch(parameter, rule.path)
-            return rule.call(self._emit, own_forward, *args, **kwargs)
+            clipper._count(rule, args)
+            return rule.call(clipper._emit, own_forward, *args, **kwargs)
 
         return _never_compiled(forward)
+
+    def _count(self, rule: Rule, args: tuple[Any, ...]) -> None:
+        """A captured module is called."""
+        slots = rule.slots()
+        for parameter in slots.values():
+            if id(parameter) not in self._watched:
+                self._watch(parameter, rule.path)
+        if self._looking or torch._C._current_graph_task_id() != -1:  # checkpointing recomputes: not another use
+            return
+        batch = self._batch
+        batch.uses.update(map(id, slots.values()))
+        batch.calls.append((id(rule), args[0].shape[1:] if args and isinstance(args[0], Tensor) else ()))
 
     def _watch(self, parameter: nn.Parameter, path: str) -> None:
         """Autograd gives captured parameters no gradient: one that gets one is used outside its module."""
@@ -238,17 +252,150 @@ class GhostClipper:
 
         self._watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(complain)
 
+    # ---- the backwards ----------------------------------------------------------------------------------------------
+
+    def captured(self, node: Any) -> int | None:
+        """The batch dimension of a node's output where it is that of one of this clipper's modules, else None."""
+        if node.name() in _CAPTURES:
+            return 0 if node.emit.__self__ is self else None
+        if not self._opaque:
+            return None
+        emit, dimension = node.metadata.get(OUTPUT_OF, (None, None))
+        return dimension if emit is not None and emit.__self__ is self else None
+
+    def ordinary_backward(self, node: Any, roots: list[tuple[Any, int]], tensors: Any, options: dict[str, Any]) -> None:
+        """Run an ordinary ``loss.backward()``; see :mod:`dpkernels.clipping.loss`. ``node`` is a captured call."""
+        if self.memory == "lean":
+            raise RuntimeError("memory='lean' runs backward twice: call backward(losses) with one loss per example")
+        self._require_taken()
+        shape, dimension = walk.shape_of(node, 0), self.captured(node)
+        rows = shape[dimension] if dimension is not None and shape else 0
+        if self.expected_rows not in (None, rows):
+            raise RuntimeError(
+                f"a module must have the batch first, {self.expected_rows} rows, but put out {list(shape)}. Rows that "
+                "are not examples cannot be clipped: keep the batch in dimension 0 and do not merge it with others."
+            )
+        if rows:
+            try:
+                seeds = loss.read(roots, rows, self.loss_reduction, self.captured, self._losses)
+            except RuntimeError as error:
+                if self._parameters.keys() >= {id(leaf) for leaf in walk.leaves([node for node, _ in roots])}:
+                    raise
+                raise RuntimeError(
+                    f"{error} For the gradient of an input alone, call torch.autograd.grad(output, input)."
+                ) from None
+        else:  # nobody's share could change; the mean of nothing is not a number, and neither are its gradients
+            seeds = [
+                Seed(GradientEdge(*root), torch.zeros((), dtype=root[0]._input_metadata[root[1]].dtype), 0)
+                for root in roots
+            ]
+        self._result = self._run(seeds, rows, **options)
+
+    def _run(self, seeds: list[Seed], rows: int, *, retain_graph: bool | None = None, **options: Any) -> ClippedSum:
+        self._require_taken()
+        calls = tuple(self._batch.calls)
+        self._batch = _Batch(uses=self._batch.uses, rows=rows)
+        self._running = True
+        lean = self.memory == "lean"
+        due = self._checks.due(calls, rows)
+        try:
+            self._state.compare()
+            gradients = [seed.gradient for seed in seeds]
+            if due:
+                self._checked(seeds, calls, rows, options)
+            else:
+                self._backward(seeds, gradients, retain_graph=lean or retain_graph, **options)
+            norms = self._weigh()
+            if lean:
+                self._backward(seeds, gradients, retain_graph=retain_graph, **options)
+            return self._sum(norms)
+        except BaseException:
+            if due:
+                self._checks.forget(calls)
+            raise
+        finally:
+            self._running, self._prints, self._batch = False, None, _Batch()
+
+    @staticmethod
+    def _backward(seeds: list[Seed], gradients: list[Tensor], **options: Any) -> None:
+        loss.plain_backward([seed.root for seed in seeds], gradients, **options)
+
+    def _checked(self, seeds: list[Seed], calls: tuple[Any, ...], rows: int, options: dict[str, Any]) -> None:
+        """The backward, and before it the tagged one: what is captured must be each example's own."""
+        late = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._parameters]
+        if late:
+            raise RuntimeError(
+                f"parameter {late[0]!r} came into the model after its optimizer was made, which does not know it: "
+                "inject adapters or replace layers first, and make the optimizer afterwards"
+            )
+        self._looking = True
+        try:
+            graph = tags.survey(seeds, rows)
+        finally:
+            self._looking = False
+        foreign = [leaf for leaf in graph.leaves if id(leaf) not in self._parameters]
+        codes = self._checks.codes(rows)
+        gradients = [seed.gradient for seed in seeds]
+
+        def look(tag: Tensor | None) -> tags.Prints:
+            weighted = gradients if tag is None else tags.weighted(seeds, tag)
+            with tags.parked(foreign):
+                return self._printed(seeds, weighted, tag, options)
+
+        tagged = look(tags.powers(codes))
+        self._prints = plain = tags.Prints()
+        self._backward(seeds, gradients, retain_graph=True, **options)
+        self._prints = None
+        wrong = self._checks.wrong(tagged, plain)
+        if wrong and not any(self._checks.wrong(look(tag), plain) for tag in tags.signs(codes)):
+            wrong = []
+        if not wrong:
+            self._checks.seen(calls, plain, codes, graph.moves_rows)
+            return
+        if self._checks.wrong(look(None), plain):
+            raise RuntimeError(
+                "the backward does not give the same gradients when it runs twice, so that it cannot be checked that "
+                "each belongs to one example: call torch.use_deterministic_algorithms(True), and leave random "
+                "operations out of the backward"
+            )
+        raise RuntimeError(
+            f"the gradient of module {wrong[0]!r} has rows that are not those of single examples: row i must depend on "
+            "losses[i] alone. Something computes with several examples (a normalization over the batch, a contrastive "
+            "loss), puts them in another order than the losses, or has something else than examples in dimension 0 "
+            "(time steps, or a table of positions that happens to be as long as the batch). Keep the batch first and "
+            "the examples apart from the input to the losses; call a position table on [batch, positions] indices."
+            + (f" The same holds for {', '.join(wrong[1:4])}." if len(wrong) > 1 else "")
+        )
+
+    def _printed(
+        self, seeds: list[Seed], gradients: list[Tensor], tag: Tensor | None, options: dict[str, Any]
+    ) -> tags.Prints:
+        """A backward that is looked at, and leaves nothing."""
+        batch, self._batch = self._batch, _Batch(rows=self._batch.rows)
+        self._prints = prints = tags.Prints(tag)
+        self._batch.looked_at = True
+        try:
+            self._backward(seeds, gradients, retain_graph=True, **options)
+        finally:
+            self._batch, self._prints = batch, None
+        return prints
+
     # ---- pass 1: records and norms ----------------------------------------------------------------------------------
 
     def _emit(self, ctx: Any, record: Record) -> None:
-        if not self._explicit:
-            self._enter_ordinary_backward()
+        if not self._running:
+            self._require_inputs_alone(ctx)
+            return
+        self._check_rows(record)
         batch, parameters = self._batch, [id(p) for p in record.slots.values()]
+        if self._prints is not None:
+            self._prints.add((id(record.rule), *record.slots), record.rule.path, record.output_grad)
+            if batch.looked_at:
+                return
         summing = batch.weights is not None
         if getattr(ctx, "emitted_for", None) is not (batch if summing else None):
             raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
         ctx.emitted_for = object() if summing else batch
-        self._check_rows(record)
         require_apart(record.output_grad)
         reused = any(batch.uses[p] > 1 for p in parameters)
         if summing:
@@ -265,25 +412,21 @@ class GhostClipper:
         else:
             batch.squared.append(squared)
 
-    def _enter_ordinary_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._batch.task:
-            return
-        self._require_taken()
-        if self.memory == "lean":
-            raise RuntimeError("memory='lean' runs backward twice: call backward(losses) with one loss per example")
-        self._batch = _Batch(uses=self._batch.uses, rows=self.expected_rows, task=task)
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave_ordinary_backward)
-
-    def _leave_ordinary_backward(self) -> None:
-        try:
-            weights = loss.require_plain(self.loss_reduction, self._batch.rows or 0)
-            loss.require_same(weights, self._loss_weights)
-            self._loss_weights = weights or self._loss_weights
-            scale = float(self._batch.rows or 1) if self.loss_reduction == "mean" else 1.0
-            self._result = self._sum(self._weigh(scale))
-        finally:
-            self._batch = _Batch()
+    def _require_inputs_alone(self, ctx: Any) -> None:
+        """A backward that is not the engine's may ask for gradients of inputs, as an attack on the model does."""
+        for below, _ in ctx.next_functions:
+            node = below
+            while node is not None and walk.operation(node) == "ToCopy":  # autocast
+                ((node, _),) = node.next_functions
+            variable = getattr(node, "variable", None)
+            if id(variable) in self._parameters and _is_wanted(node):
+                raise RuntimeError(
+                    "gradients of the model's parameters came by another way than loss.backward(), so that the loss "
+                    "was not seen: by torch.autograd.grad, under reentrant checkpointing (set use_reentrant=False), or "
+                    "by the loss of a model with another private optimizer. Call optimizer.backward(losses) with one "
+                    "loss per example (reduction='none'); for gradients of an input alone call "
+                    "torch.autograd.grad(output, input)."
+                )
 
     def _require_taken(self) -> None:
         if self._result is not None:
@@ -305,10 +448,15 @@ class GhostClipper:
 
     # ---- between the passes: clip factors ---------------------------------------------------------------------------
 
-    def _weigh(self, loss_scale: float) -> Tensor:
+    def _weigh(self) -> Tensor:
         """Set the weight of each example; returns the norms."""
-        batch = self._batch
-        missing = {name: p for name, p in self.trainable().items() if id(p) not in batch.emitted}
+        batch, trainable = self._batch, self.trainable()
+        if not trainable:
+            raise RuntimeError(
+                "none of the parameters that the model had when its optimizer was made is trainable now: where "
+                "adapters were injected or layers replaced, make the optimizer afterwards"
+            )
+        missing = {name: p for name, p in trainable.items() if id(p) not in batch.emitted}
         for parameter in missing.values():
             parameter.grad = None  # what a bypass may have left
         if missing:
@@ -323,7 +471,7 @@ class GhostClipper:
             gradients = (self._joint_gradient(i) for i in range(batch.rows or 0))
             joint = [sum(float(g.square().sum()) for g in gradient.values()) for gradient in gradients]
             squared.append(torch.tensor(joint, dtype=torch.float64, device=batch.reused[0].output_grad.device))
-        batch.weights, norms = clip_factors(squared, max_grad_norm=self.max_grad_norm, loss_scale=loss_scale)
+        batch.weights, norms = clip_factors(squared, max_grad_norm=self.max_grad_norm, loss_scale=1.0)
         return norms
 
     def _set_reused_apart(self) -> None:
@@ -375,6 +523,28 @@ class GhostClipper:
     def _accumulate(self, parameter: int, value: Tensor) -> None:
         known = self._batch.sums.get(parameter)
         self._batch.sums[parameter] = value if known is None else known.add_(value)
+
+
+#: Autograd's nodes of captured calls: their context has ``emit``, a method of the clipper.
+_CAPTURES = {"_CaptureBackward", "_ExpandBackward"}
+
+
+def _release(modules: list[nn.Module], watched: dict[int, RemovableHandle]) -> None:
+    """Leave the model as it was."""
+    for module in modules:
+        unpatch(module)
+    for handle in watched.values():
+        handle.remove()
+    modules.clear()
+    watched.clear()
+
+
+def _is_wanted(leaf: Any) -> bool:
+    """Whether the backward at hand computes the gradient of a leaf's node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # what torch raises for a leaf that torch.autograd.grad was asked for
+        return True
 
 
 def _ids(records: list[Record]) -> set[int]:

@@ -55,7 +55,7 @@ def _rules(module: nn.Module, path: str, seen: set[int]) -> Iterator[Rule]:
     layer = layer_type(module)
     if layer is not None:
         yield layer(module, path)
-    elif any(True for _ in module.parameters(recurse=False)) or parametrize.is_parametrized(module):
+    elif _own_parameters(module) or parametrize.is_parametrized(module):
         seen.update(id(below) for below in module.modules())
         yield OpaqueModule(module, path)
     else:
@@ -63,6 +63,14 @@ def _rules(module: nn.Module, path: str, seen: set[int]) -> Iterator[Rule]:
             yield BufferGuard(module, path)
         for name, child in module.named_children():
             yield from _rules(child, f"{path}.{name}" if path else name, seen)
+
+
+def _own_parameters(module: nn.Module) -> bool:
+    """Whether the module's forward uses parameters that no other's does: its own, and those of lists and containers."""
+    if any(True for _ in module.parameters(recurse=False)):
+        return True
+    containers = [child for child in module.children() if type(child).forward is nn.Module.forward]
+    return any(True for child in containers for _ in child.parameters(recurse=False))
 
 
 def _refusals(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -77,6 +85,12 @@ def _refusal(module: nn.Module) -> str | None:
         return "a TorchScript module cannot be captured. Attach to the Python module that it was made from"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
         return "its parameters are not initialized. Run one forward pass before attaching"
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_complex() and parameter.requires_grad:
+            return (
+                f"its parameter {name!r} is complex ({parameter.dtype}), whose gradients are not clipped. Hold it as a "
+                "real parameter, torch.view_as_real(weight), and use torch.view_as_complex in the forward"
+            )
     hooks = module._forward_pre_hooks.values()
     if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
         return "spectral normalization updates a buffer in every training forward. Remove it"

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from dpkernels.layers.base import Layer, Record, Rule
+from dpkernels.layers.base import OUTPUT_OF, Layer, Record, Rule
 from dpkernels.layers.conv import ConvLayer, ConvTransposeLayer
 from dpkernels.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
 from dpkernels.layers.linear import LinearLayer
@@ -31,4 +31,4 @@ REGISTRY: dict[type[nn.Module], type[Layer]] = {
     module_type: layer for layer in _LAYERS for module_type in layer.module_types
 }
 
-__all__ = ["REGISTRY", "BufferGuard", "Layer", "OpaqueModule", "Record", "Rule"]
+__all__ = ["OUTPUT_OF", "REGISTRY", "BufferGuard", "Layer", "OpaqueModule", "Record", "Rule"]

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 @dataclass
@@ -40,13 +39,16 @@ class Record:
 
 Emit = Callable[[Any, Record], None]  # (autograd context, record): how a record reaches the engine
 
+#: Key in the metadata of an output's node: (the Emit of the module that puts it out, batch dimension of the output).
+OUTPUT_OF = "dpkernels: output of"
+
 
 class Rule(ABC):
     """How one module of a model is captured and clipped. A *slot* is the name of a parameter within the module."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module = module
-        self.path = path
+        self.path = path or "(the model)"
 
     def slots(self) -> dict[str, nn.Parameter]:
         """The module's own trainable parameters by slot."""
@@ -121,13 +123,20 @@ class _Capture(torch.autograd.Function):
         ctx: Any, layer: Layer, emit: Emit, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         output, saved = layer.run(weight, bias, *inputs)
+        if output._is_view():  # of what only this function has seen: torch forbids to change such a view in place
+            output = torch.ops.aten._unsafe_view(output, output.shape)
         ctx.layer, ctx.emit, ctx.slots = layer, emit, layer.slots()
         ctx.save_for_backward(weight, *saved)
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"module {ctx.layer.path!r} was run backward with create_graph=True, as a gradient penalty does: the "
+                "gradients of such a second backward cannot be clipped per example. Leave the penalty out; for input "
+                "gradients alone call torch.autograd.grad without create_graph."
+            )
         weight, *saved = ctx.saved_tensors
         record = Record(ctx.layer, ctx.slots, tuple(saved), output_grads[0])
         needed = ctx.needs_input_grad[4:]

@@ -116,9 +116,15 @@ class BatchNormLayer(_ChannelNorm):
         if not module.training and module.running_mean is not None:
             return None
         mode = "in training mode" if module.training else "without running statistics"
+        plain = type(module).__module__.startswith("torch.nn.")
+        fix = (
+            "Replace it with dpkernels.models.replace_batch_norm(model)"
+            if plain
+            else f"Replace this {type(module).__name__} by hand with a group norm, and what else its forward does"
+        )
         return (
-            f"batch norm {mode} normalizes each example with the others' values. Replace it with "
-            "dpkernels.models.replace_batch_norm(model), or put it in eval mode with public running statistics"
+            f"batch norm {mode} normalizes each example with the others' values. {fix}, or put it in eval mode with "
+            "public running statistics"
         )
 
     def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

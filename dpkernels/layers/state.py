@@ -20,15 +20,16 @@ def unchanged_buffers(module: nn.Module, path: str) -> Iterator[None]:
         if after.get(name) is not buffer or buffer._version != version:
             raise RuntimeError(
                 f"the forward of module {path!r} changed its buffer {name!r}: state computed from private data is not "
-                "covered by the privacy guarantee. Remove the module, or put it in eval mode."
+                "covered by the privacy guarantee. Remove the module, or what writes to the buffer; many modules leave "
+                "their buffers alone in eval mode."
             )
 
 
 class BufferGuard(Rule):
-    """A module without parameters of its own, whose buffers must stay as they are in training."""
+    """A module without parameters of its own, whose buffers must stay as they are."""
 
     def active(self) -> bool:
-        return self.module.training
+        return True
 
     def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with unchanged_buffers(self.module, self.path):
