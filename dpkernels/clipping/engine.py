@@ -8,7 +8,6 @@ sums are taken as the records come by.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from dpkernels.clipping import loss, rounding, tags, walk
+from dpkernels.clipping.inputs import require_inputs_alone
 from dpkernels.clipping.loss import Seed
-from dpkernels.clipping.patch import is_patched, patch, unpatch
+from dpkernels.clipping.patch import is_patched, never_compiled, patch, release
 from dpkernels.clipping.products import require_apart
 from dpkernels.clipping.state import StateWatch
 from dpkernels.clipping.survey import survey
@@ -126,7 +125,7 @@ class GhostClipper:
         self._modules = [rule.module for rule in rules]
         for rule in rules:
             patch(rule.module, self._captured(rule))
-        self._release = weakref.finalize(self, _release, self._modules, self._watched)
+        self._release = weakref.finalize(self, release, self._modules, self._watched)
         self._release.atexit = False
         loss.listen(self)
 
@@ -220,7 +219,7 @@ class GhostClipper:
             clipper._count(rule, args)
             return rule.call(clipper._emit, own_forward, *args, **kwargs)
 
-        return _never_compiled(forward)
+        return never_compiled(forward)
 
     def _count(self, rule: Rule, args: tuple[Any, ...]) -> None:
         """A captured module is called."""
@@ -285,10 +284,7 @@ class GhostClipper:
                     f"{error} For the gradient of an input alone, call torch.autograd.grad(output, input)."
                 ) from None
         else:  # nobody's share could change; the mean of nothing is not a number, and neither are its gradients
-            seeds = [
-                Seed(GradientEdge(*root), torch.zeros((), dtype=root[0]._input_metadata[root[1]].dtype), 0)
-                for root in roots
-            ]
+            seeds = loss.nothing(roots)
         self._result = self._run(seeds, rows, **options)
 
     def _run(self, seeds: list[Seed], rows: int, *, retain_graph: bool | None = None, **options: Any) -> ClippedSum:
@@ -334,38 +330,18 @@ class GhostClipper:
         finally:
             self._looking = False
         foreign = [leaf for leaf in graph.leaves if id(leaf) not in self._parameters]
-        codes = self._checks.codes(rows)
-        gradients = [seed.gradient for seed in seeds]
 
-        def look(tag: Tensor | None) -> tags.Prints:
-            weighted = gradients if tag is None else tags.weighted(seeds, tag)
+        def look(gradients: list[Tensor], tag: Tensor | None) -> tags.Prints:
             with tags.parked(foreign):
-                return self._printed(seeds, weighted, tag, options)
+                return self._printed(seeds, gradients, tag, options)
 
-        tagged = look(tags.powers(codes))
-        self._prints = plain = tags.Prints()
-        self._backward(seeds, gradients, retain_graph=True, **options)
-        self._prints = None
-        wrong = self._checks.wrong(tagged, plain)
-        if wrong and not any(self._checks.wrong(look(tag), plain) for tag in tags.signs(codes)):
-            wrong = []
-        if not wrong:
-            self._checks.seen(calls, plain, codes, graph.moves_rows)
-            return
-        if self._checks.wrong(look(None), plain):
-            raise RuntimeError(
-                "the backward does not give the same gradients when it runs twice, so that it cannot be checked that "
-                "each belongs to one example: call torch.use_deterministic_algorithms(True), and leave random "
-                "operations out of the backward"
-            )
-        raise RuntimeError(
-            f"the gradient of module {wrong[0]!r} has rows that are not those of single examples: row i must depend on "
-            "losses[i] alone. Something computes with several examples (a normalization over the batch, a contrastive "
-            "loss), puts them in another order than the losses, or has something else than examples in dimension 0 "
-            "(time steps, or a table of positions that happens to be as long as the batch). Keep the batch first and "
-            "the examples apart from the input to the losses; call a position table on [batch, positions] indices."
-            + (f" The same holds for {', '.join(wrong[1:4])}." if len(wrong) > 1 else "")
-        )
+        def real(gradients: list[Tensor]) -> tags.Prints:
+            self._prints = prints = tags.Prints()
+            self._backward(seeds, gradients, retain_graph=True, **options)
+            self._prints = None
+            return prints
+
+        self._checks.backward(seeds, calls, rows, look=look, real=real, moves_rows=graph.moves_rows)
 
     def _printed(
         self, seeds: list[Seed], gradients: list[Tensor], tag: Tensor | None, options: dict[str, Any]
@@ -384,7 +360,7 @@ class GhostClipper:
 
     def _emit(self, ctx: Any, record: Record) -> None:
         if not self._running:
-            self._require_inputs_alone(ctx)
+            require_inputs_alone(ctx, self._parameters.keys())
             return
         self._check_rows(record)
         batch, parameters = self._batch, [id(p) for p in record.slots.values()]
@@ -411,22 +387,6 @@ class GhostClipper:
             batch.records.append((record, squared))
         else:
             batch.squared.append(squared)
-
-    def _require_inputs_alone(self, ctx: Any) -> None:
-        """A backward that is not the engine's may ask for gradients of inputs, as an attack on the model does."""
-        for below, _ in ctx.next_functions:
-            node = below
-            while node is not None and walk.operation(node) == "ToCopy":  # autocast
-                ((node, _),) = node.next_functions
-            variable = getattr(node, "variable", None)
-            if id(variable) in self._parameters and _is_wanted(node):
-                raise RuntimeError(
-                    "gradients of the model's parameters came by another way than loss.backward(), so that the loss "
-                    "was not seen: by torch.autograd.grad, under reentrant checkpointing (set use_reentrant=False), or "
-                    "by the loss of a model with another private optimizer. Call optimizer.backward(losses) with one "
-                    "loss per example (reduction='none'); for gradients of an input alone call "
-                    "torch.autograd.grad(output, input)."
-                )
 
     def _require_taken(self) -> None:
         if self._result is not None:
@@ -529,34 +489,5 @@ class GhostClipper:
 _CAPTURES = {"_CaptureBackward", "_ExpandBackward"}
 
 
-def _release(modules: list[nn.Module], watched: dict[int, RemovableHandle]) -> None:
-    """Leave the model as it was."""
-    for module in modules:
-        unpatch(module)
-    for handle in watched.values():
-        handle.remove()
-    modules.clear()
-    watched.clear()
-
-
-def _is_wanted(leaf: Any) -> bool:
-    """Whether the backward at hand computes the gradient of a leaf's node."""
-    try:
-        return bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:  # what torch raises for a leaf that torch.autograd.grad was asked for
-        return True
-
-
 def _ids(records: list[Record]) -> set[int]:
     return {id(p) for record in records for p in record.slots.values()}
-
-
-def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable`` where a compiler looks, and no wrapper otherwise."""
-    outside = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return call

@@ -168,6 +168,11 @@ def read(
     return seeds
 
 
+def nothing(roots: list[tuple[Any, int]]) -> list[Seed]:
+    """Seeds for the loss of an empty batch: whatever it is, it has no gradient."""
+    return [Seed(GradientEdge(node, output), _full(node, output, 0.0), None) for node, output in roots]
+
+
 # ---- from the scalar to what it sums up -----------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ the graph moves rows by what is in the data.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -100,11 +100,56 @@ class Checks:
         """A check did not come to its end: the sequence is as new."""
         self._known.pop(calls, None)
 
-    def codes(self, rows: int) -> Tensor:
+    def backward(
+        self,
+        seeds: list[Seed],
+        calls: Hashable,
+        rows: int,
+        *,
+        look: Callable[[list[Tensor], Tensor | None], Prints],
+        real: Callable[[list[Tensor]], Prints],
+        moves_rows: bool,
+    ) -> None:
+        """The backward of ``seeds``, and what must be seen of it.
+
+        Args:
+            look: runs a backward from other gradients, times tags or not, of which nothing is left but its prints.
+            real: runs the real one, and leaves the graph as it is.
+            moves_rows: the graph does so by what is in the data.
+
+        Raises:
+            RuntimeError: a row is not its example's alone, or the backward is not the same when it runs twice.
+        """
+        codes = self._codes(rows)
+        gradients = [seed.gradient for seed in seeds]
+        tagged = look(weighted(seeds, powers(codes)), powers(codes))
+        plain = real(gradients)
+        wrong = self._wrong(tagged, plain)
+        if wrong and not any(self._wrong(look(weighted(seeds, tag), tag), plain) for tag in signs(codes)):
+            wrong = []
+        if not wrong:
+            self._saw(calls, plain, codes, moves_rows)
+            return
+        if self._wrong(look(gradients, None), plain):
+            raise RuntimeError(
+                "the backward does not give the same gradients when it runs twice, so that it cannot be checked that "
+                "each belongs to one example: call torch.use_deterministic_algorithms(True), and leave random "
+                "operations out of the backward"
+            )
+        raise RuntimeError(
+            f"the gradient of module {wrong[0]!r} has rows that are not those of single examples: row i must depend on "
+            "losses[i] alone. Something computes with several examples (a normalization over the batch, a contrastive "
+            "loss), puts them in another order than the losses, or has something else than examples in dimension 0 "
+            "(time steps, or a table of positions that happens to be as long as the batch). Keep the batch first and "
+            "the examples apart from the input to the losses; call a position table on [batch, positions] indices."
+            + (f" The same holds for {', '.join(wrong[1:4])}." if len(wrong) > 1 else "")
+        )
+
+    def _codes(self, rows: int) -> Tensor:
         """int64 [rows]: a code for every example, each about as often, and all different where rows allow it."""
         return torch.randperm(rows, generator=self._generator) % 2**_BITS
 
-    def wrong(self, tagged: Prints, plain: Prints) -> list[str]:
+    def _wrong(self, tagged: Prints, plain: Prints) -> list[str]:
         """Paths of modules whose rows are not their examples', or whose calls differ between the two backwards."""
         paths = {p.path for key, p in (tagged.of | plain.of).items() if key not in tagged.of or key not in plain.of}
         for key in tagged.of.keys() & plain.of.keys():
@@ -113,7 +158,7 @@ class Checks:
                 paths.add(a.path)
         return sorted(paths)
 
-    def seen(self, calls: Hashable, plain: Prints, codes: Tensor, moves_rows: bool) -> None:
+    def _saw(self, calls: Hashable, plain: Prints, codes: Tensor, moves_rows: bool) -> None:
         """Remember what a check without finding has proven."""
         sequence = self._known[calls]
         sequence.moves_rows = moves_rows
