@@ -17,7 +17,6 @@ import copy
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
@@ -233,19 +232,26 @@ class OpaqueModule(Rule):
         """``dims``, with those of ``unknown`` arguments such that examples give one by one what the batch gives."""
         if len(unknown) > _MOST_UNKNOWN:
             raise ValueError(f"module {self.path!r} got {len(unknown)} tensors of the batch's size, which are too many")
-        with _copy_in_eval_mode(self.module) as module, torch.no_grad():
-            body, values = _Body(module, module.forward), _Scrambled(leaves, module)
-            try:
-                whole = _Call(self, values.leaves, tree, dims).run_whole(body)
-            except Exception:  # scrambled values that the module does not take: as they are, then
-                values = _Scrambled.not_at_all(leaves, module)
-                whole = _Call(self, values.leaves, tree, dims).run_whole(body)
+        with _trial(self.module) as module:
+            body = _Body(module, module.forward)
+            for scramble in (True, False):  # as they are, where the module does not take scrambled values
+                values = _values(leaves, module, scramble=scramble)
+                try:
+                    whole = _Call(self, values, tree, dims).run_whole(body)
+                except Exception:
+                    continue
+                if any(bool(t.isfinite().any()) for t in whole):
+                    break
+            else:
+                if not unknown:  # nothing to decide, and what is wrong with the call itself will show
+                    return dims
+                whole = []
             for size in range(len(unknown) + 1):
                 for shared in itertools.combinations(unknown, size):
                     attempt = [-1 if i in shared else dim for i, dim in enumerate(dims)]
-                    if self._agrees(_Call(self, values.leaves, tree, attempt), body, whole, rows):
+                    if whole and self._agrees(_Call(self, values, tree, attempt), body, whole, rows):
                         return attempt
-            if not unknown and not _close(whole, _Call(self, values.leaves, tree, dims).run_whole(body)):
+            if not unknown and not _close(whole, _Call(self, values, tree, dims).run_whole(body)):
                 return dims  # it draws random numbers in eval mode, too
         raise ValueError(
             f"module {self.path!r} has parameters of its own and must work on one example at a time, with the batch "
@@ -272,52 +278,50 @@ class OpaqueModule(Rule):
         return {slot: weighted_row_sum(grads.flatten(1), weights).view(grads.shape[1:])}
 
 
-class _Scrambled:
-    """Arguments in which no two entries agree by chance, and a module whose parameters hide nothing by being zero."""
+@contextmanager
+def _trial(module: nn.Module) -> Iterator[nn.Module]:
+    """A copy to try, so that nothing of a trial stays: in full precision, with random parameters, in which no zero
+    hides what an argument does, and in eval mode, since dropout would draw other numbers."""
+    device = next(module.parameters()).device
+    wide = any(p.dtype == torch.float64 for p in module.parameters())
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.autocast(device.type, enabled=False),
+        torch.no_grad(),
+    ):
+        copied = copy.deepcopy(module).eval().to(torch.float64 if wide else torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        for p in copied.parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=generator))
+        yield copied
 
-    def __init__(self, leaves: list[Any], module: nn.Module) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        for p in module.parameters():
-            p.add_(0.1 * self._normal(p))
-        self.leaves = [self._scrambled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    @classmethod
-    def not_at_all(cls, leaves: list[Any], module: nn.Module) -> _Scrambled:
-        values = cls([], nn.Module())
-        values.leaves = list(leaves)
-        return values
+def _values(leaves: list[Any], module: nn.Module, *, scramble: bool) -> list[Any]:
+    """Arguments like ``leaves`` in the module's precision; scrambled, no two entries agree by chance."""
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    generator = torch.Generator().manual_seed(1)
 
-    def _normal(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._generator).to(like)
-
-    def _scrambled(self, t: Tensor) -> Tensor:
-        t = t.detach()
+    def value(t: Tensor) -> Tensor:
+        t = t.detach().to(dtype) if t.is_floating_point() else t.detach()
+        if not scramble:
+            return t
+        if t.is_floating_point():
+            return torch.randn(t.shape, generator=generator).to(t)
         if t.dtype == torch.bool:
-            return (torch.rand(t.shape, generator=self._generator) < 0.5).to(t.device)
-        order = torch.randperm(t.numel(), generator=self._generator).to(t.device)
-        mixed = t.reshape(-1)[order].view(t.shape)
-        return mixed + self._normal(t) * 0.1 if t.is_floating_point() else mixed
+            return (torch.rand(t.shape, generator=generator) < 0.5).to(t.device)
+        order = torch.randperm(t.numel(), generator=generator).to(t.device)
+        return t.reshape(-1)[order].view(t.shape)
+
+    return [value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _close(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether tensors agree but for rounding."""
     if [t.shape for t in a] != [t.shape for t in b]:
         return False
-    for x, y in zip(a, b, strict=True):
-        x, y = x.double(), y.double()  # noqa: PLW2901
-        known = x.isfinite() & y.isfinite()
-        scale = float(x[known].abs().max()) if bool(known.any()) else 1.0
-        tolerance = 0.05 if min(a[0].element_size(), 4) < 4 else 1e-3
-        if not torch.allclose(x, y, rtol=tolerance, atol=tolerance * scale + math.ulp(0.0), equal_nan=True):
-            return False
-    return True
-
-
-@contextmanager
-def _copy_in_eval_mode(module: nn.Module) -> Iterator[nn.Module]:
-    """A copy, so that nothing of a trial stays; without dropout, whose random numbers would differ."""
-    devices = {t.device for t in module.parameters() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        yield copy.deepcopy(module).eval()
+    return all(
+        torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-3, equal_nan=True) for x, y in zip(a, b, strict=True)
+    )
 
 
 class _Body(nn.Module):

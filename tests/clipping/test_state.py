@@ -192,10 +192,10 @@ def test_what_others_change_between_the_steps_is_theirs() -> None:
 
 
 def test_random_states_and_other_models_are_left_alone() -> None:
-    other = Parent(replaced)
+    other, before = Parent(replaced), set(torch.nn.modules.module._global_forward_pre_hooks)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))
     with GhostClipper(model, 1.0) as clipper:
         other(torch.randn(4, FEATURES))
         step(clipper, model)
         other(torch.randn(4, FEATURES))
-    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert set(torch.nn.modules.module._global_forward_pre_hooks) <= before
