@@ -103,7 +103,7 @@ def test_grayscale_stays_one_channel_and_mixes_into_colour(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "image", "words"),
     [
-        ("train/cat/a.png", picture(1, size=(7, 5)), "expected RGB 5x6 as in the test images, got RGB 5x7"),
+        ("train/cat/a.png", picture(1, size=(7, 5)), "expected 5x6 pixels as in test/cat/c.png, got 5x7"),
         ("train/ant/z.png", Image.new("I;16", (6, 5)), "expected an image with 8 bits a channel, got Pillow mode I;16"),
     ],
 )
@@ -116,7 +116,7 @@ def test_an_image_that_does_not_fit_is_named(tmp_path: Path, name: str, image: I
 
 def test_colour_among_grayscale_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, some_files("L") | {"train/cat/b.png": picture(1)})
-    with pytest.raises(ValueError, match=r"b.png: expected grayscale 5x6 as in the test images, got RGB 5x6"):
+    with pytest.raises(ValueError, match=r"b.png: expected grayscale as in the test images, got RGB"):
         load_dataset(folder)
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, extension: str, damage: Callab
     folder = write(tmp_path, some_files() | {f"train/cat/x.{extension}": picture(3)})
     path = folder / f"train/cat/x.{extension}"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"train/cat/x.{extension}: expected an image, got "):
+    with pytest.raises(ValueError, match=rf"train/cat/x.{extension}: expected an image .*, got "):
         load_dataset(folder)
 
 
@@ -159,9 +159,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     log: list[object] = []
     original = folders_module._decode
 
-    def counting(source: Path, entry: object, content: bytes) -> np.ndarray:
+    def counting(source: Path, entry: object, *more: object) -> np.ndarray:
         log.append(entry)
-        return original(source, entry, content)
+        return original(source, entry, *more)
 
     monkeypatch.setattr(folders_module, "_decode", counting)
     return log
