@@ -1,7 +1,9 @@
 """Files that came from elsewhere, opened only where they are plain files and read only as far as memory allows.
 
 A path may lead to a FIFO on which opening waits for ever, to a device without an end, or to a file of any size. Every
-reader of the package opens through here, and every error names the file. Imports the standard library only.
+reader of the package opens through here, and every error names the file.
+
+This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ Name = str | os.PathLike[str]
 
 LARGEST_DOCUMENT = 2**24
 """Bytes of a JSON document: parsed, it takes up to a hundred times as much."""
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))  # not every system has all
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -57,7 +60,7 @@ def open_regular(path: Name, flags: int = os.O_RDONLY, mode: int = 0o666) -> Bin
     """
     if not (flags & os.O_CREAT and not os.path.lexists(path)):
         require_regular(path)  # before it is opened: opening a device may do something
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, flags | _FLAGS, mode)
     try:
         _regular(path, os.fstat(descriptor))  # it may have been replaced
         return open(descriptor, "r+b" if flags & os.O_RDWR else "rb")
@@ -98,6 +101,8 @@ def parse_json(where: Name, text: str) -> Any:
 
 def require_memory(path: Name, needed: int) -> None:
     """Raise ValueError where the content of `path` takes `needed` bytes and the machine has less memory."""
+    if not hasattr(os, "sysconf"):  # this system does not tell
+        return
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > whole:
         raise bad_file(path, f"what fits into the {_gigabytes(whole)} of memory of this machine", _gigabytes(needed))

@@ -6,7 +6,9 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from dpkernels._files import bad_file, open_regular, reason, require_memory, require_regular
+from dpkernels._files import bad_file, open_regular, reason, require_memory
 from dpkernels.accounting.locked_file import file_locks
 from dpkernels.data.cache import cache_folder
 from dpkernels.data.images import ImageDataset, ImageSplit
@@ -30,6 +32,9 @@ _BATCH = 1024  # rows computed at once
 _KEPT = 8  # batches after which a build that is broken off goes on
 _CHECKED = 2**18  # numbers looked at at once
 _DIGITS = 20  # of the note of how many rows are on disk
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.12 and older have no name for it
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 DTYPES: dict[str, np.dtype] = {"float16": np.dtype("float16"), "float32": np.dtype("float32")}
 
 
@@ -94,12 +99,21 @@ def open_array(path: Path) -> Tensor:
 
 def _mapped(path: Path) -> np.ndarray:
     """The array in a .npy file, mapped into memory."""
-    require_regular(path)
-    try:
-        # Copy on write: torch wants memory that it may write to.
-        return np.lib.format.open_memmap(path, mode="c")
-    except Exception as error:  # a damaged header raises nearly anything
-        raise bad_file(path, "an array as numpy.save writes it", f"another file: {reason(error)}") from None
+    with open_regular(path) as file:
+        try:
+            shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+            begin, count = file.tell(), math.prod(shape)
+            there = os.fstat(file.fileno()).st_size - begin
+            if dtype.hasobject or count < 0 or count * dtype.itemsize != there:
+                raise ValueError(f"{there} bytes follow a header that says {dtype} {shape}")
+            # Copy on write: torch wants memory that it may write to. None is set aside for it, since none will be.
+            content = mmap.mmap(file.fileno(), 0, flags=_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return np.frombuffer(content, dtype, count, begin).reshape(shape, order="F" if fortran else "C")
+        except OSError:
+            raise
+        except Exception as error:  # a damaged header raises nearly anything, MemoryError where it nests deeply
+            why = "its header makes no sense" if isinstance(error, (MemoryError, KeyError)) else reason(error)
+            raise bad_file(path, "an array as numpy.save writes it", f"another file: {why}") from None
 
 
 FILES = ("train.npy", "train-labels.npy", "test.npy", "test-labels.npy")
@@ -112,10 +126,10 @@ def read_arrays(folder: Path) -> ImageDataset | None:
     Classes are 0 to the largest label of the test split, which is public. Raises ValueError or FileNotFoundError that
     names the file.
     """
-    if not (folder / FILES[0]).exists():
+    if not os.path.lexists(folder / FILES[0]):
         return None
     for file in FILES:
-        if not (folder / file).exists():
+        if not os.path.lexists(folder / file):
             raise FileNotFoundError(f"{folder}: expected {', '.join(FILES)}, {file} is missing")
 
     def labels(file: str) -> np.ndarray:

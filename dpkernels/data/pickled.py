@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
-_MOST = 2**21  # instructions; a batch of CIFAR-10 has 40,000
+_MOST = 2**19  # instructions; a batch of CIFAR-10 has 40,000
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
+_EMPTY: dict[int, type] = {0x7D: dict, 0x5D: list, 0x29: tuple}
 _RECONSTRUCT = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
-_ARRAY, _DTYPE, _ENCODE = ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")
-_KNOWN = {*_RECONSTRUCT, _ARRAY, _DTYPE, _ENCODE}
+_ARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
+_ENCODE, _BYTES = ("_codecs", "encode"), ("__builtin__", "bytes")
+_KNOWN = {*_RECONSTRUCT, _ARRAY, _DTYPE, _ENCODE, _BYTES}
 _DTYPES = {f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8)} - {"f1"}
 
 
@@ -154,11 +157,11 @@ def _run(content: bytes) -> Any:
         elif code == 0x47:  # BINFLOAT
             stack.append(struct.unpack(">d", data(8))[0])
         elif code in (0x4E, 0x88, 0x89):  # NONE, NEWTRUE, NEWFALSE
-            stack.append({0x4E: None, 0x88: True, 0x89: False}[code])
+            stack.append(_CONSTANTS[code])
         elif code == 0x28:  # MARK
             marks.append(len(stack))
         elif code in (0x7D, 0x5D, 0x29):  # EMPTY_DICT, EMPTY_LIST, EMPTY_TUPLE
-            stack.append({0x7D: dict, 0x5D: list, 0x29: tuple}[code]())
+            stack.append(_EMPTY[code]())
         elif code in (0x85, 0x86, 0x87):  # TUPLE1, TUPLE2, TUPLE3
             begin = len(stack) - (code - 0x84)
             if begin < 0:
@@ -207,11 +210,13 @@ def _expect(value: Any, kind: type | tuple[type, ...]) -> Any:
 
 def _made(function: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
     """What the call of a known function makes. NumPy describes an array by an empty one and its state, and Python 3
-    writes bytes for protocol 2 as the text of the same characters."""
+    writes bytes for protocol 2 as the text of the same characters, or as a call without arguments."""
     if function in _RECONSTRUCT:
         return PickledArray()
     if function == _DTYPE:
         return _Dtype(arguments[0])
     if function == _ENCODE and arguments[1:] in (("latin1",), (b"latin1",)):
         return _expect(arguments[0], str).encode("latin1")
+    if function == _BYTES and not arguments:
+        return b""
     raise PickleError(f"it calls {'.'.join(function)}")

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from dpkernels.data import ImageDataset, load_dataset
 from dpkernels.data import folders as folders_module
@@ -80,6 +82,17 @@ def test_a_tar_gives_the_same(tmp_path: Path, prefix: str) -> None:
     path = write_tar(tmp_path / "pets.tar", files, prefix)
     check(load_dataset(path), files)
     check(load_dataset(tmp_path), files)  # a folder that holds one tar
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """They are bytes to the file system; a cache that cannot hold them is passed by."""
+    files = some_files()
+    folder = write(tmp_path / "pets", files)
+    strange = folder.with_name(os.fsdecode(b"p\xe9ts"))
+    folder.rename(strange)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(load_dataset(strange), files)
 
 
 def test_two_tars_are_ambiguous(tmp_path: Path) -> None:
@@ -206,6 +219,31 @@ def test_a_damaged_cache_entry_is_made_again(
     assert len(decoded) == 8
 
 
+def test_a_cache_entry_that_does_not_fit_together_is_made_again(tmp_path: Path, decoded: list[object]) -> None:
+    files = some_files()
+    path = write(tmp_path / "pets", files)
+    load_dataset(path)
+    (entry,) = (tmp_path / "cache").iterdir()
+    with safe_open(entry, "numpy") as file:
+        metadata, good = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    bad: list[tuple[dict[str, np.ndarray], dict[str, str]]] = [
+        ({"train_labels": good["train_labels"] + 2}, {}),
+        ({"train_labels": good["train_labels"][:-1]}, {}),
+        ({"train_labels": good["train_labels"].astype(np.float64)}, {}),
+        ({"test_images": good["test_images"].astype(np.float32)}, {}),
+        ({"test_images": good["test_images"][0]}, {}),
+        ({}, {"classes": "5"}),
+        ({}, {"classes": "[" * 100_000}),
+    ]
+    for number, (arrays, words) in enumerate(bad, 2):
+        save_file(good | arrays, entry, metadata=metadata | words)
+        check(load_dataset(path), files)
+        assert len(decoded) == 4 * number
+    entry.unlink()
+    os.mkfifo(entry)
+    check(load_dataset(path), files)
+
+
 def test_a_cache_that_cannot_be_written_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = some_files()
     blocked = tmp_path / "a file"
@@ -220,6 +258,17 @@ def test_cache_folder_falls_back_to_the_xdg_one(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_dataset(write(tmp_path / "pets", some_files()))
     assert len(list((tmp_path / "xdg" / "dpkernels").glob("pets-*.safetensors"))) == 1
+
+
+def test_without_a_home_the_cache_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DPKERNELS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    with pytest.raises(RuntimeError, match="set the environment variable DPKERNELS_CACHE to a folder"):
+        load_dataset(write(tmp_path / "pets", some_files()))
 
 
 def test_images_of_the_real_tar(real_data: Path, tmp_path: Path) -> None:

@@ -121,6 +121,9 @@ def test_labels_must_fit_images_and_classes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte: expected labels from 0 to 9, got 30 \(2 labels"):
         load_dataset(folder)
     assert load_dataset(folder, num_classes=47).num_classes == 47
+    for count in (0, 257, 10**12, 2.0, True):
+        with pytest.raises(ValueError, match="num_classes must be an integer from 1 to 256, got"):
+            load_dataset(folder, num_classes=count)  # type: ignore[arg-type]
 
 
 def test_train_and_test_images_must_have_one_size(tmp_path: Path) -> None:
