@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpkernels.accounting import Ledger, Plan, statement
+from dpkernels.accounting import Event, Ledger, Plan, statement
 from dpkernels.accounting.mechanisms import event_from_dict
 from dpkernels.clipping import ClippedSum, GhostClipper
-from dpkernels.ops.noise import total_variation
-from dpkernels.random import Domain, Key
+from dpkernels.ops.noise import require_grid, require_stream, total_variation
+from dpkernels.optim.checks import ANEW, require_groups, require_whole
+from dpkernels.random import Domain, Key, Sample
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -80,11 +83,26 @@ class Privacy:
         return batch_size
 
 
+#: What the guarantee rests on: fixed when the optimizer is made, and one for all parameters.
+_FIXED = {field.name for kind in (Privacy, Plan) for field in fields(kind)} | {"clipper", "key", "sampling_rate"}
+
+#: Why a step is not covered by the plan, as "k of n steps ...".
+_UNPLANNED = "were taken without a privacy plan"
+_UNANNOUNCED = "took a batch that PoissonLoader(dataset, plan, optimizer=optimizer) did not hand out"
+_BY_HAND = "took a batch that was announced by begin_physical_batch and not by a PoissonLoader"
+
+_uncovered: WeakKeyDictionary[Ledger, Counter[str]] = WeakKeyDictionary()  # of all optimizers that spent from it
+
+
 class PrivateOptimizer(Optimizer):
     """Base of the private optimizers. A step adds noise once to the clipped sum of one logical batch.
 
     With a loader bound to it, the loader says how many examples come next and when a logical batch ends; ``step()``
     acts then and is without effect before. Without a loader each ``step()`` ends a logical batch.
+
+    A step counts as Poisson-sampled if the loader that drew its sample announced every batch that went into it, and
+    each was used once, in order. What is compared is the number of rows: other data with as many rows in place of an
+    announced batch cannot be seen.
     """
 
     _privacy: Privacy
@@ -93,8 +111,8 @@ class PrivateOptimizer(Optimizer):
         self, model: nn.Module, groups: list[dict[str, Any]], defaults: dict[str, Any], privacy: Privacy
     ) -> None:
         super().__init__(groups, defaults)
-        self._check_groups(model)
         self._privacy = privacy
+        self._names = {id(p): name for name, p in model.named_parameters()}
         seeded = privacy.seed is not None
         self._key = Key.fresh() if privacy.seed is None else Key.from_seed(privacy.seed)
         self._ledger: Ledger | None = None
@@ -103,28 +121,82 @@ class PrivateOptimizer(Optimizer):
             if self._ledger.seeded != seeded:
                 raise ValueError(f"ledger was made with seeded={self._ledger.seeded}, but seed is {privacy.seed!r}")
         self._steps = 0  # logical steps taken, those before a loaded state included
-        self._unsampled_steps = 0  # of these, without a bound loader
-        self._bound = False
+        self._uncovered: Counter[str] = Counter()  # of these, why the plan does not cover them
+        if self._ledger is not None:
+            self._uncovered = _uncovered.setdefault(self._ledger, self._uncovered)
         self._sums: dict[str, Tensor] | None = None  # the accumulator of the logical batch
+        self._sample: Sample | None = None  # what the loader drew for it
+        self._discarded: WeakSet[Sample] = WeakSet()
         self._announced: tuple[int, bool] | None = None  # (rows, last) of the physical batch at hand
         self._clipped = False  # the physical batch at hand is in the accumulator
+        self._rates: list[Any] | None = None  # learning rates when the logical batch began
         assert privacy.max_grad_norm is not None
-        self._clipper = GhostClipper(  # last: what failed above leaves the model as it was
+        self._clipper = GhostClipper(  # what fails above leaves the model as it was
             model, privacy.max_grad_norm, memory=privacy.memory, loss_reduction=privacy.loss_reduction
         )
+        try:
+            self._require_ready()
+        except BaseException:
+            self._clipper.detach()
+            raise
+        for p in model.parameters():  # what an ordinary backward left there is not private
+            p.grad = None
         if privacy.plan is not None and (refusal := privacy.plan.claim(privacy.plan.steps * self.noise_error).refusal):
             warnings.warn(f"no epsilon will be stated at the plan's delta: {refusal}", stacklevel=3)
 
-    def _check_groups(self, model: nn.Module) -> None:
-        names = {p: name for name, p in model.named_parameters()}
-        covered = [p for group in self.param_groups for p in group["params"]]
-        if any(p not in names for p in covered):
-            raise ValueError("params must be parameters of model, got one that is not")
-        left_out = [names[p] for p in names if p.requires_grad and p not in set(covered)]
-        if left_out:
-            raise ValueError(f"params must cover every trainable parameter; freeze or add {', '.join(left_out)}")
-        if any("max_grad_norm" in group for group in self.param_groups):
-            raise ValueError("max_grad_norm is one bound over all parameters, it cannot differ between groups")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters of the model that the optimizer was made for, such as ones that no group held.
+
+        Raises:
+            ValueError: they are no parameters of that model, are in a group already, or the group has an option that
+                is one for all parameters. The groups stay as they were then.
+        """
+        super().add_param_group(param_group)
+        if hasattr(self, "_clipper"):  # else a group of the constructor
+            try:
+                self._require_groups()
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _require_groups(self) -> None:
+        require_groups(self.param_groups, self._names, _FIXED)
+
+    def _require_ready(self) -> None:
+        """Raise ValueError unless a step would update every trainable parameter of the model, and with noise.
+
+        Called before anything is spent: what changed since the optimizer was made is found here.
+        """
+        self._require_groups()
+        require_whole(self.param_groups, self._clipper.model, self._names)
+        if self._clipper.max_grad_norm != self.max_grad_norm:
+            raise ValueError(f"max_grad_norm of the clipper was changed after the optimizer was made. {ANEW}")
+        noise = self._noise(0)
+        if "grid" in noise:
+            values = sum(p.numel() for group in self.param_groups for p in group["params"])
+            try:
+                require_stream(noise["key"], noise["domain"], 0, 0, values)
+                require_grid(noise["noise_std"], noise["grid"])
+            except ValueError as error:
+                raise ValueError(
+                    f"no noise can be drawn for noise_multiplier={self.noise_multiplier:g}, "
+                    f"max_grad_norm={self.max_grad_norm:g} and {values} parameters: {error}"
+                ) from error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FIXED:
+            raise AttributeError(
+                f"{name} is fixed when the optimizer is made, because the privacy guarantee rests on it. {ANEW}"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a gradient scaler asks before it steps."""
+        raise RuntimeError(
+            "a torch.amp.GradScaler scales losses before they are clipped, and expects to unscale p.grad: leave it out "
+            "and call optimizer.backward(losses) and optimizer.step(). bfloat16 needs no scaling"
+        )
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -136,25 +208,77 @@ class PrivateOptimizer(Optimizer):
         """
         if plan != self._privacy.plan:
             raise ValueError("the loader's plan is not the optimizer's plan: give both the same")
-        self._bound = True
 
-    def begin_physical_batch(self, rows: int, last: bool) -> None:
+    @property
+    def next_step(self) -> int:
+        """The number of the next logical step, from 0: in a ledger, how many are spent. Its noise and its sample have
+        this number."""
+        return self._ledger.steps if self._ledger is not None else max(self._steps, self._key.free(Domain.NOISE))
+
+    def begin_physical_batch(self, rows: int, last: bool, sample: Sample | None = None) -> None:
         """Called by the loader before it hands out a batch of ``rows`` examples; ``last``: it ends a logical batch.
 
+        ``sample`` is what the logical batch was drawn with; a step without it is not covered by the plan. Another
+        sample for the step at hand begins its logical batch again: what was accumulated for it is discarded.
+
         Raises:
-            RuntimeError: the previous batch had no backward, or the previous logical batch no step.
+            RuntimeError: the previous batch had no backward, or the previous logical batch no step; or the sample was
+                drawn from its key before.
         """
+        self._collect()
+        if sample is not None and self._may_begin(sample):
+            if self._sample is None and self._sums is not None:
+                raise RuntimeError(
+                    "backward ran on a batch that the loader did not hand out, and no step() after it: call step(), or "
+                    "optimizer.discard(), before the loader goes on"
+                )
+            self.discard()
+            sample.key.claim(Domain.SAMPLING, sample.step)
+            self._sample = sample
         if self._announced is not None:
-            self._collect()
             before, ended = self._announced
             if before and not self._clipped:
                 raise RuntimeError(
-                    f"the loader moved on, but no backward ran on the previous batch of {before} examples"
+                    f"the loader moved on, but no backward ran on the previous batch of {before} examples. Call "
+                    "backward and step() on every batch, in order; do not fetch batches ahead of their use (as "
+                    "list(loader) does, and frameworks do that prefetch)."
                 )
             if ended:
                 raise RuntimeError("the loader moved on, but step() was not called after the previous logical batch")
+        if sample is not self._sample:
+            raise RuntimeError(
+                "the batch is not of the logical batch at hand, which one loader must hand out whole: make a loader "
+                "anew, which begins it again, or call optimizer.discard()"
+            )
+        rates = [group.get("lr") for group in self.param_groups]
+        if self._sums is None or self._rates is None:
+            self._rates = rates
+        elif rates != self._rates:
+            warnings.warn(
+                "the learning rate changed within a logical batch: step a scheduler only where optimizer.step() "
+                "returned True, not after every physical batch",
+                stacklevel=3,
+            )
+            self._rates = rates
         self._announced, self._clipped = (rows, last), False
         self._clipper.expected_rows = rows
+
+    def _may_begin(self, sample: Sample) -> bool:
+        """Whether it was drawn for the step at hand, and was not seen before."""
+        known = sample is self._sample or sample in self._discarded
+        return not known and sample.step == self.next_step
+
+    def holds(self, sample: Sample) -> bool:
+        """Whether all batches that were announced with ``sample`` are in the logical batch at hand."""
+        self._collect()
+        return sample is self._sample and self._clipped
+
+    def discard(self) -> None:
+        """Forget the logical batch at hand. Nothing of it was released: its sample is drawn again."""
+        if self._sample is not None:
+            self._sample.key.give_back(Domain.SAMPLING, self._sample.step)
+            self._discarded.add(self._sample)
+        self._forget_batch()
 
     def backward(self, losses: Tensor) -> None:
         """Clip the gradients of ``losses``, one loss per example, and add them to the logical batch.
@@ -166,24 +290,36 @@ class PrivateOptimizer(Optimizer):
             ValueError: ``losses`` is not [batch] with the announced number of examples.
             RuntimeError: backward already ran on this batch, or the engine found a fault; see ``GhostClipper``.
         """
+        self._collect()
         self._require_unclipped()
         self._add(self._clipper.backward(losses))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> bool:  # type: ignore[override]
         """Add noise to the logical batch's sum and update, if the loader said that the logical batch ends here.
 
+        ``closure`` is called once before, and must run the backward if nothing else does.
+
+        Returns:
+            Whether the parameters were updated: False within a logical batch of several physical ones. A learning rate
+            scheduler is to be stepped where it is True.
+
         Raises:
-            ValueError: a closure is given. RuntimeError: no backward ran, or the plan's budget is spent.
+            RuntimeError: no backward ran, or the plan's budget is spent. ValueError: the model or the groups have
+                changed so that not all of it would be trained. Nothing is spent then.
         """
         if closure is not None:
-            raise ValueError("closure must be None: evaluating a loss again inside a step would use the batch again")
+            with torch.enable_grad():
+                closure()
         self._collect()
         rows, last = self._announced or (None, True)
         if not self._clipped and rows != 0:
-            raise RuntimeError("step() needs a backward on the batch at hand first")
+            raise RuntimeError(
+                "step() needs a backward on the batch at hand first: optimizer.backward(losses), or loss.backward()"
+            )
         if not last:
-            return
+            return False
+        self._require_ready()
         sums = self._sums
         index = self._spend()  # from here on the step is spent, whatever happens
         self._forget_batch()
@@ -191,6 +327,7 @@ class PrivateOptimizer(Optimizer):
         if sums is None:
             sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
         self._update({trainable[name]: value for name, value in sums.items()}, index)
+        return True
 
     @abstractmethod
     def _update(self, sums: dict[nn.Parameter, Tensor], step: int) -> None:
@@ -201,11 +338,11 @@ class PrivateOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def _require_unclipped(self) -> None:
-        self._collect()
         if self._clipped:
             raise RuntimeError(
                 "backward ran again on a batch that is already clipped: its examples would contribute twice. Sum the "
-                "losses of one batch before a single backward."
+                "losses of one batch before a single backward. A logical batch in several parts comes from "
+                "PoissonLoader(..., physical_batch_size=...); optimizer.discard() leaves one unfinished."
             )
 
     def _collect(self) -> None:
@@ -214,18 +351,19 @@ class PrivateOptimizer(Optimizer):
             self._add(self._clipper.take())
 
     def _add(self, result: ClippedSum) -> None:
+        self._require_unclipped()
         if self._sums is None:
             self._sums = result.grads
         else:
             if self._sums.keys() != result.grads.keys():
-                self._forget_batch()
+                self.discard()
                 raise RuntimeError("parameters were frozen or unfrozen within a logical batch; the batch is discarded")
             for name, value in result.grads.items():
                 self._sums[name] += value
         self._clipped = True
 
     def _forget_batch(self) -> None:
-        self._sums, self._announced, self._clipped = None, None, False
+        self._sums, self._sample, self._announced, self._clipped = None, None, None, False
         self._clipper.expected_rows = None
         self._clipper.discard()
 
@@ -262,19 +400,37 @@ class PrivateOptimizer(Optimizer):
 
     def _spend(self) -> int:
         """Enter one step into the ledger; returns its index, which no other step's noise shares."""
-        plan = self._privacy.plan
-        index = self._steps
+        plan, index = self._privacy.plan, self.next_step
         if self._ledger is not None and plan is not None:
             index = self._ledger.reserve_step(plan.step_event, self.noise_error)
+        self._key.claim(Domain.NOISE, index)
         self._steps += 1
-        if not self._bound:
-            self._unsampled_steps += 1
+        if plan is None:
+            self._uncovered[_UNPLANNED] += 1
+        elif self._sample is None:
+            self._uncovered[_UNANNOUNCED if self._announced is None else _BY_HAND] += 1
         return index
 
     @property
     def plan(self) -> Plan | None:
         """The privacy plan."""
         return self._privacy.plan
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise standard deviation divided by the sensitivity of the clipped sum."""
+        return self._privacy.sigma
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The bound on an example's gradient norm."""
+        assert self._privacy.max_grad_norm is not None
+        return self._privacy.max_grad_norm
+
+    @property
+    def batch_size(self) -> int:
+        """The expected number of examples in a logical batch, which sums are divided by."""
+        return self._privacy.denominator
 
     @property
     def ledger(self) -> Ledger | None:
@@ -303,19 +459,16 @@ class PrivateOptimizer(Optimizer):
         What a run that ended early costs is the plan's epsilon, which ``privacy_statement`` states.
 
         Raises:
-            RuntimeError: there is no plan, or a step was taken without a bound loader, so that nothing is known of how
-                its batch was sampled.
+            RuntimeError: there is no plan, or the plan does not cover a step, since its batch did not come from the
+                loader, so that nothing is known of how it was sampled.
         """
         if self._ledger is None or self._privacy.plan is None:
             raise RuntimeError(
                 "epsilon is unknown without a plan: how batches are sampled is part of the guarantee. Construct the "
                 "optimizer with dpkernels.plan(...) and give both to a PoissonLoader."
             )
-        if self._unsampled_steps:
-            raise RuntimeError(
-                f"epsilon is unknown: {self._unsampled_steps} of {self._steps} steps took a batch that did not come "
-                "from a PoissonLoader bound to this optimizer (PoissonLoader(dataset, plan, optimizer=optimizer))"
-            )
+        if self._uncovered:
+            raise RuntimeError(f"epsilon is unknown: {self._not_covered()}")
         return self._ledger.epsilon(self._privacy.plan.delta if delta is None else delta)
 
     def privacy_statement(self) -> str:
@@ -323,9 +476,13 @@ class PrivateOptimizer(Optimizer):
         plan = self._privacy.plan
         if self._ledger is None or plan is None:
             return statement.WITHOUT_PLAN
-        if self._unsampled_steps:
-            return statement.unsampled(self._unsampled_steps, self._steps)
+        if self._uncovered:
+            return f"Not private: {self._not_covered()}."
         return self._ledger.statement(plan.delta)
+
+    def _not_covered(self) -> str:
+        steps = self._steps if self._ledger is None else self._ledger.steps
+        return ", and ".join(f"{count} of {steps} steps {why}" for why, count in self._uncovered.items())
 
     @property
     def noise_error(self) -> float:
@@ -348,7 +505,7 @@ class PrivateOptimizer(Optimizer):
             "max_grad_norm": self._clipper.max_grad_norm,
             "batch_size": self._privacy.denominator,
             "steps": self._steps,
-            "unsampled_steps": self._unsampled_steps,
+            "uncovered": dict(self._uncovered),
             "spent": [] if self._ledger is None else [event.to_dict() for event in self._ledger.events()],
         }
         return state
@@ -356,11 +513,15 @@ class PrivateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state. An unfinished logical batch is discarded, and what was spent stays spent.
 
-        A ledger in memory takes over what the state says was spent; one on disk knows it already. In a seeded run the
-        steps after the saved one are repeated with the same noise.
+        A ledger in memory takes over what the state says was spent: of every mechanism the larger count is kept, so
+        that an older state of this run gives nothing back, and the state of another run forgets neither. A ledger on
+        disk must know it already. In a seeded run the steps after the saved one are repeated, with the same samples and
+        the same noise.
 
         Raises:
-            ValueError: the state is not a private optimizer's, or was made with another noise, bound or batch size.
+            ValueError: the state is not a private optimizer's, was made with another noise, bound or batch size, or is
+                not of the run whose ledger is on disk.
+            BudgetExceededError: what the state says was spent is not in the plan's budget.
         """
         saved = state_dict.get("privacy")
         if saved is None:
@@ -370,33 +531,36 @@ class PrivateOptimizer(Optimizer):
             "max_grad_norm": self._clipper.max_grad_norm,
             "batch_size": self._privacy.denominator,
         }
+        if missing := (mine.keys() | {"steps", "uncovered", "spent"}) - saved.keys():
+            raise ValueError(f"state_dict was saved by another version: its privacy has no {sorted(missing)}")
         for name, value in mine.items():
             if saved[name] != value:
                 raise ValueError(f"state_dict was saved with {name}={saved[name]}, this optimizer has {value}")
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "privacy"})
-        self._forget_batch()
+        self.discard()
         self._restore_spent(saved)
-        self._steps, self._unsampled_steps = saved["steps"], max(saved["unsampled_steps"], self._unsampled_steps)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "privacy"})
+        self._steps = saved["steps"]
+        self._uncovered |= Counter(saved["uncovered"])
 
     def _restore_spent(self, saved: dict[str, Any]) -> None:
         ledger, plan = self._ledger, self._privacy.plan
+        if ledger is not None and ledger.seeded:
+            ledger.rewind(min(saved["steps"], ledger.steps))
+        if self._key.seeded:
+            for domain in (Domain.NOISE, Domain.SAMPLING):
+                self._key.give_back(domain, saved["steps"])
         if ledger is None or plan is None:
             return
-        if ledger.seeded:
-            ledger.rewind(min(saved["steps"], ledger.steps))
-        if ledger.steps >= saved["steps"]:  # an earlier state of this very run: spent stays spent
-            return
-        if ledger.path is not None:
-            raise ValueError(
-                f"state_dict was saved after {saved['steps']} steps, but {ledger.path} knows of {ledger.steps}: it is "
-                "not the ledger of that run"
-            )
-        for event in map(event_from_dict, saved["spent"]):
-            if event.times(1) == plan.step_event:
-                for _ in range(event.count):
+        more = _counts(map(event_from_dict, saved["spent"])) - _counts(ledger.events())
+        if more and ledger.path is not None:
+            missing = "; ".join(str(event.times(count)) for event, count in more.items())
+            raise ValueError(f"{ledger.path} is not the ledger of the run that state_dict is of: it lacks {missing}")
+        for event, count in more.items():
+            if event == plan.step_event:
+                for _ in range(count):
                     ledger.reserve_step(plan.step_event, self.noise_error)
             else:
-                ledger.record(event, "before the state was saved")
+                ledger.record(event.times(count), "before the state was saved")
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -411,10 +575,21 @@ def require_range(name: str, value: float, low: float, high: float = math.inf) -
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}), got {value!r}")
 
 
+def _counts(events: Iterable[Event]) -> Counter[Event]:
+    """How often each mechanism was used."""
+    counts: Counter[Event] = Counter()
+    for event in events:
+        counts[event.times(1)] += event.count
+    return counts
+
+
 def as_groups(model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
-    """Parameter groups as torch takes them; all trainable parameters of the model where none are given."""
+    """Parameter groups as torch takes them; all parameters of the model where none are given.
+
+    Frozen ones are among them, so that they are trained once they are unfrozen.
+    """
     if params is None:
-        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        return [{"params": list(model.parameters())}]
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         return [{"params": groups}]
