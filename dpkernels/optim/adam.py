@@ -19,7 +19,8 @@ class DPAdam(PrivateOptimizer):
         model: the module to train; every trainable parameter must be in a group.
         plan: the privacy plan; or noise_multiplier and batch_size as keywords.
         lr, betas, eps, weight_decay, amsgrad: as for torch.optim.Adam.
-        params: parameter groups of ``model``; by default one group of all its trainable parameters.
+        params: parameter groups of ``model``; by default one group of all its parameters, which
+            trains frozen ones once they are unfrozen.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
             seed, memory, loss_reduction.
 

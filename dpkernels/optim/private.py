@@ -171,16 +171,15 @@ class PrivateOptimizer(Optimizer):
         require_whole(self.param_groups, self._clipper.model, self._names)
         if self._clipper.max_grad_norm != self.max_grad_norm:
             raise ValueError(f"max_grad_norm of the clipper was changed after the optimizer was made. {ANEW}")
-        noise = self._noise(0)
-        if "grid" in noise:
-            values = sum(p.numel() for group in self.param_groups for p in group["params"])
+        if self._privacy.sigma > 0:
+            std, grid = self._noise_scale()
             try:
-                require_stream(noise["key"], noise["domain"], 0, 0, values)
-                require_grid(noise["noise_std"], noise["grid"])
+                require_stream(self._key.value, Domain.NOISE, 0, 0, self._values)
+                require_grid(std, grid)
             except ValueError as error:
                 raise ValueError(
                     f"no noise can be drawn for noise_multiplier={self.noise_multiplier:g}, "
-                    f"max_grad_norm={self.max_grad_norm:g} and {values} parameters: {error}"
+                    f"max_grad_norm={self.max_grad_norm:g} and {self._values} parameters: {error}"
                 ) from error
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -375,26 +374,35 @@ class PrivateOptimizer(Optimizer):
         return [p for p, _ in pairs], [group for _, group in pairs]
 
     def _noise(self, step: int) -> dict[str, Any]:
-        """Noise of one logical step and the divisor, as the operators of ``ops/update.py`` take them.
-
-        Sums and noise are rounded to a grid whose spacing gamma is a power of two with gamma sqrt(d) <= 1e-4 C over all
-        d values. Rounding moves a value by gamma / 2 at most, so that two neighbouring sums lie at most
-        ``l2_bound + gamma sqrt(d)`` apart; rounded noise added on the grid equals rounding the noisy sum, which closes
-        the floating-point leak of Mironov (2012).
-        """
+        """Noise of one logical step and the divisor, as the operators of ``ops/update.py`` take them."""
         arguments = {"denominator": self._privacy.denominator}
-        sigma, bound = self._privacy.sigma, self._clipper.max_grad_norm
-        if sigma == 0:
+        if self._privacy.sigma == 0:
             return arguments
-        root = math.sqrt(sum(p.numel() for group in self.param_groups for p in group["params"]))
-        grid = 2.0 ** math.floor(math.log2(1e-4 * bound / root))
+        std, grid = self._noise_scale()
         return arguments | {
             "key": self._key.value,
             "domain": Domain.NOISE,
             "step": step,
-            "noise_std": sigma * (self._clipper.l2_bound + grid * root),
+            "noise_std": std,
             "grid": grid,
         }
+
+    def _noise_scale(self) -> tuple[float, float]:
+        """Standard deviation of the noise on the sums, and the grid that both are rounded to.
+
+        The grid's spacing gamma is a power of two with gamma sqrt(d) <= 1e-4 C over all d values. Rounding moves a
+        value by gamma / 2 at most, so that two neighbouring sums lie at most ``l2_bound + gamma sqrt(d)`` apart;
+        rounded noise added on the grid equals rounding the noisy sum, which closes the floating-point leak of Mironov
+        (2012).
+        """
+        root = math.sqrt(self._values)
+        grid = 2.0 ** math.floor(math.log2(1e-4 * self._clipper.max_grad_norm / root))
+        return self._privacy.sigma * (self._clipper.l2_bound + grid * root), grid
+
+    @property
+    def _values(self) -> int:
+        """How many values the groups hold."""
+        return sum(p.numel() for group in self.param_groups for p in group["params"])
 
     # ---- accounting -------------------------------------------------------------------------------------------------
 
@@ -488,12 +496,10 @@ class PrivateOptimizer(Optimizer):
     def noise_error(self) -> float:
         """Bound on the total variation of one step's noise from ideal: a power of two, so that all steps have one, and
         0 without noise."""
-        noise = self._noise(0)
-        if "noise_std" not in noise:
+        if self._privacy.sigma == 0:
             return 0.0
-        values = sum(p.numel() for group in self.param_groups for p in group["params"])
-        error = total_variation(values, noise_std=noise["noise_std"], grid=noise["grid"])
-        return 2.0 ** math.ceil(math.log2(error))
+        std, grid = self._noise_scale()
+        return 2.0 ** math.ceil(math.log2(total_variation(self._values, noise_std=std, grid=grid)))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ class DPSGD(PrivateOptimizer):
         plan: the privacy plan; or noise_multiplier and batch_size as keywords.
         lr: learning rate, >= 0.
         momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
-        params: parameter groups of ``model``; by default one group of all its trainable parameters.
+        params: parameter groups of ``model``; by default one group of all its parameters, which
+            trains frozen ones once they are unfrozen.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
             seed, memory, loss_reduction.
 

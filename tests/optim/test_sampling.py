@@ -20,6 +20,8 @@ from dpkernels.optim import DPSGD
 from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.random import Domain, Key, Sample
 
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("no epsilon will be stated", "delta=0.001")]
+
 SIZE, BATCH, STEPS = 40, 8, 12
 
 
