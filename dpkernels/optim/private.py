@@ -238,9 +238,9 @@ class PrivateOptimizer(Optimizer):
             before, ended = self._announced
             if before and not self._clipped:
                 raise RuntimeError(
-                    f"the loader moved on, but no backward ran on the previous batch of {before} examples. Call "
-                    "backward and step() on every batch, in order; do not fetch batches ahead of their use (as "
-                    "list(loader) does, and frameworks do that prefetch)."
+                    f"the loader moved on, but no backward ran on the previous batch of {before} examples. Use every "
+                    "batch before the next one is fetched: list(loader), and a framework that fetches ahead or "
+                    "accumulates gradients over batches, do not (physical_batch_size divides a logical batch)"
                 )
             if ended:
                 raise RuntimeError("the loader moved on, but step() was not called after the previous logical batch")
@@ -560,7 +560,10 @@ class PrivateOptimizer(Optimizer):
         more = _counts(map(event_from_dict, saved["spent"])) - _counts(ledger.events())
         if more and ledger.path is not None:
             missing = "; ".join(str(event.times(count)) for event, count in more.items())
-            raise ValueError(f"{ledger.path} is not the ledger of the run that state_dict is of: it lacks {missing}")
+            raise ValueError(
+                f"state_dict says that more was spent than {ledger.path} knows of ({missing}): it is not the ledger of "
+                "that run"
+            )
         for event, count in more.items():
             if event == plan.step_event:
                 for _ in range(count):
