@@ -215,6 +215,7 @@ class PoissonLoader:
         size, batch, last = self.plan.dataset_size, self.plan.batch_size, self.plan.steps - 1
         if self._exhausted:
             self._warn()
+            return
         for epoch in range(self.next_step * batch // size, last * batch // size + 1):
             yield self._until(min(-(-(epoch + 1) * size // batch), self.plan.steps))
 
