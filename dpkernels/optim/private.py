@@ -7,9 +7,8 @@ import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,72 +18,10 @@ from dpkernels.accounting import Event, Ledger, Plan, statement
 from dpkernels.accounting.mechanisms import event_from_dict
 from dpkernels.clipping import ClippedSum, GhostClipper
 from dpkernels.ops.noise import require_grid, require_stream, total_variation
-from dpkernels.optim.checks import ANEW, require_groups, require_whole
+from dpkernels.optim.batch import LogicalBatch
+from dpkernels.optim.groups import ANEW, require_groups, require_whole
+from dpkernels.optim.privacy import FIXED, Privacy
 from dpkernels.random import Domain, Key, Sample
-
-Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Privacy:
-    """How a private optimizer is set up; the keyword arguments that all of them share.
-
-    Attributes:
-        plan: the privacy plan; gives noise, expected batch size and budget.
-        noise_multiplier, batch_size: instead of a plan: noise standard deviation divided by the sensitivity, and the
-            expected number of examples in a logical batch, which every sum is divided by.
-        max_grad_norm: the bound C on an example's gradient norm over all parameters together.
-        ledger: where spent steps are recorded; by default one in memory, bound to the plan's budget.
-        seed: makes the noise reproducible, for tests. The run is then not private, and says so.
-        memory, loss_reduction: as for :class:`dpkernels.GhostClipper`.
-    """
-
-    plan: Plan | None = None
-    max_grad_norm: float | None = None
-    noise_multiplier: float | None = None
-    batch_size: int | None = None
-    ledger: Ledger | None = None
-    seed: int | None = None
-    memory: Literal["keep", "lean"] = "keep"
-    loss_reduction: Literal["mean", "sum"] = "mean"
-
-    def __post_init__(self) -> None:
-        if self.max_grad_norm is None:
-            raise TypeError("max_grad_norm must be given: the bound on one example's gradient norm")
-        if self.plan is not None:
-            if not isinstance(self.plan, Plan):
-                raise TypeError(f"plan must be a plan made by dpkernels.plan(...), got {type(self.plan).__name__}")
-            if self.noise_multiplier is not None or self.batch_size is not None:
-                raise ValueError("give either plan, or noise_multiplier and batch_size, not both")
-        else:
-            if self.noise_multiplier is None or self.batch_size is None:
-                raise TypeError("give plan, or both noise_multiplier and batch_size")
-            if not (isinstance(self.noise_multiplier, (int, float)) and 0 <= self.noise_multiplier < math.inf):
-                raise ValueError(f"noise_multiplier must be a finite number >= 0, got {self.noise_multiplier!r}")
-            if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-                raise ValueError(f"batch_size must be a positive integer, got {self.batch_size!r}")
-            if self.ledger is not None:
-                raise ValueError("a ledger needs a plan: without one there is no sampling rate to account for")
-        if self.sigma > 0 and self.max_grad_norm == math.inf:
-            raise ValueError("max_grad_norm=inf needs noise_multiplier=0: without a bound no noise is enough")
-
-    @property
-    def sigma(self) -> float:
-        """The noise multiplier."""
-        noise_multiplier = self.plan.noise_multiplier if self.plan is not None else self.noise_multiplier
-        assert noise_multiplier is not None
-        return float(noise_multiplier)
-
-    @property
-    def denominator(self) -> int:
-        """The expected batch size, which sums are divided by whatever the actual one."""
-        batch_size = self.plan.batch_size if self.plan is not None else self.batch_size
-        assert batch_size is not None
-        return batch_size
-
-
-#: What the guarantee rests on: fixed when the optimizer is made, and one for all parameters.
-_FIXED = {field.name for kind in (Privacy, Plan) for field in fields(kind)} | {"clipper", "key", "sampling_rate"}
 
 #: Why a step is not covered by the plan, as "k of n steps ...".
 _UNPLANNED = "were taken without a privacy plan"
@@ -124,12 +61,8 @@ class PrivateOptimizer(Optimizer):
         self._uncovered: Counter[str] = Counter()  # of these, why the plan does not cover them
         if self._ledger is not None:
             self._uncovered = _uncovered.setdefault(self._ledger, self._uncovered)
-        self._sums: dict[str, Tensor] | None = None  # the accumulator of the logical batch
-        self._sample: Sample | None = None  # what the loader drew for it
-        self._discarded: WeakSet[Sample] = WeakSet()
-        self._announced: tuple[int, bool] | None = None  # (rows, last) of the physical batch at hand
-        self._clipped = False  # the physical batch at hand is in the accumulator
-        self._rates: list[Any] | None = None  # learning rates when the logical batch began
+        self._batch = LogicalBatch()
+        self._rates: list[Any] = []  # learning rates at the last physical batch
         assert privacy.max_grad_norm is not None
         self._clipper = GhostClipper(  # what fails above leaves the model as it was
             model, privacy.max_grad_norm, memory=privacy.memory, loss_reduction=privacy.loss_reduction
@@ -160,7 +93,7 @@ class PrivateOptimizer(Optimizer):
                 raise
 
     def _require_groups(self) -> None:
-        require_groups(self.param_groups, self._names, _FIXED)
+        require_groups(self.param_groups, self._names, FIXED)
 
     def _require_ready(self) -> None:
         """Raise ValueError unless a step would update every trainable parameter of the model, and with noise.
@@ -183,7 +116,7 @@ class PrivateOptimizer(Optimizer):
                 ) from error
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _FIXED:
+        if name in FIXED:
             raise AttributeError(
                 f"{name} is fixed when the optimizer is made, because the privacy guarantee rests on it. {ANEW}"
             )
@@ -225,59 +158,26 @@ class PrivateOptimizer(Optimizer):
                 drawn from its key before.
         """
         self._collect()
-        if sample is not None and self._may_begin(sample):
-            if self._sample is None and self._sums is not None:
-                raise RuntimeError(
-                    "backward ran on a batch that the loader did not hand out, and no step() after it: call step(), or "
-                    "optimizer.discard(), before the loader goes on"
-                )
-            self.discard()
-            sample.key.claim(Domain.SAMPLING, sample.step)
-            self._sample = sample
-        if self._announced is not None:
-            before, ended = self._announced
-            if before and not self._clipped:
-                raise RuntimeError(
-                    f"the loader moved on, but no backward ran on the previous batch of {before} examples. Use every "
-                    "batch before the next one is fetched: list(loader), and a framework that fetches ahead or "
-                    "accumulates gradients over batches, do not (physical_batch_size divides a logical batch)"
-                )
-            if ended:
-                raise RuntimeError("the loader moved on, but step() was not called after the previous logical batch")
-        if sample is not self._sample:
-            raise RuntimeError(
-                "the batch is not of the logical batch at hand, which one loader must hand out whole: make a loader "
-                "anew, which begins it again, or call optimizer.discard()"
-            )
+        self._batch.announce(rows, last, sample, self.next_step)
         rates = [group.get("lr") for group in self.param_groups]
-        if self._sums is None or self._rates is None:
-            self._rates = rates
-        elif rates != self._rates:
+        if self._batch.sums is not None and rates != self._rates:
             warnings.warn(
                 "the learning rate changed within a logical batch: step a scheduler only where optimizer.step() "
                 "returned True, not after every physical batch",
                 stacklevel=3,
             )
-            self._rates = rates
-        self._announced, self._clipped = (rows, last), False
+        self._rates = rates
         self._clipper.expected_rows = rows
-
-    def _may_begin(self, sample: Sample) -> bool:
-        """Whether it was drawn for the step at hand, and was not seen before."""
-        known = sample is self._sample or sample in self._discarded
-        return not known and sample.step == self.next_step
 
     def holds(self, sample: Sample) -> bool:
         """Whether all batches that were announced with ``sample`` are in the logical batch at hand."""
         self._collect()
-        return sample is self._sample and self._clipped
+        return sample is self._batch.sample and self._batch.clipped
 
     def discard(self) -> None:
         """Forget the logical batch at hand. Nothing of it was released: its sample is drawn again."""
-        if self._sample is not None:
-            self._sample.key.give_back(Domain.SAMPLING, self._sample.step)
-            self._discarded.add(self._sample)
-        self._forget_batch()
+        self._batch.discard()
+        self._clear()
 
     def backward(self, losses: Tensor) -> None:
         """Clip the gradients of ``losses``, one loss per example, and add them to the logical batch.
@@ -290,7 +190,7 @@ class PrivateOptimizer(Optimizer):
             RuntimeError: backward already ran on this batch, or the engine found a fault; see ``GhostClipper``.
         """
         self._collect()
-        self._require_unclipped()
+        self._batch.require_unclipped()
         self._add(self._clipper.backward(losses))
 
     @torch.no_grad()
@@ -311,17 +211,18 @@ class PrivateOptimizer(Optimizer):
             with torch.enable_grad():
                 closure()
         self._collect()
-        rows, last = self._announced or (None, True)
-        if not self._clipped and rows != 0:
+        batch = self._batch
+        if not batch.clipped and (batch.announced is None or batch.announced[0]):
             raise RuntimeError(
                 "step() needs a backward on the batch at hand first: optimizer.backward(losses), or loss.backward()"
             )
-        if not last:
+        if not batch.complete:
             return False
         self._require_ready()
-        sums = self._sums
+        sums = batch.sums
         index = self._spend()  # from here on the step is spent, whatever happens
-        self._forget_batch()
+        batch.forget()
+        self._clear()
         trainable = self._clipper.trainable()
         if sums is None:
             sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
@@ -336,33 +237,20 @@ class PrivateOptimizer(Optimizer):
         """Clear ``p.grad``. The sum of an unfinished logical batch stays."""
         super().zero_grad(set_to_none)
 
-    def _require_unclipped(self) -> None:
-        if self._clipped:
-            raise RuntimeError(
-                "backward ran again on a batch that is already clipped: its examples would contribute twice. Sum the "
-                "losses of one batch before a single backward. A logical batch in several parts comes from "
-                "PoissonLoader(..., physical_batch_size=...); optimizer.discard() leaves one unfinished."
-            )
-
     def _collect(self) -> None:
         """Take the result of an ordinary ``loss.backward()``, if there is one."""
         if self._clipper.has_result:
             self._add(self._clipper.take())
 
     def _add(self, result: ClippedSum) -> None:
-        self._require_unclipped()
-        if self._sums is None:
-            self._sums = result.grads
-        else:
-            if self._sums.keys() != result.grads.keys():
-                self.discard()
-                raise RuntimeError("parameters were frozen or unfrozen within a logical batch; the batch is discarded")
-            for name, value in result.grads.items():
-                self._sums[name] += value
-        self._clipped = True
+        try:
+            self._batch.add(result)
+        finally:
+            if self._batch.sums is None:  # discarded
+                self._clear()
 
-    def _forget_batch(self) -> None:
-        self._sums, self._sample, self._announced, self._clipped = None, None, None, False
+    def _clear(self) -> None:
+        """Nothing is announced and nothing gathered."""
         self._clipper.expected_rows = None
         self._clipper.discard()
 
@@ -415,8 +303,8 @@ class PrivateOptimizer(Optimizer):
         self._steps += 1
         if plan is None:
             self._uncovered[_UNPLANNED] += 1
-        elif self._sample is None:
-            self._uncovered[_UNANNOUNCED if self._announced is None else _BY_HAND] += 1
+        elif self._batch.sample is None:
+            self._uncovered[_UNANNOUNCED if self._batch.announced is None else _BY_HAND] += 1
         return index
 
     @property
@@ -578,28 +466,9 @@ class PrivateOptimizer(Optimizer):
         )
 
 
-def require_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise unless ``value`` is a number with low <= value < high."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
-        raise ValueError(f"{name} must be a number in [{low:g}, {high:g}), got {value!r}")
-
-
 def _counts(events: Iterable[Event]) -> Counter[Event]:
     """How often each mechanism was used."""
     counts: Counter[Event] = Counter()
     for event in events:
         counts[event.times(1)] += event.count
     return counts
-
-
-def as_groups(model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
-    """Parameter groups as torch takes them; all parameters of the model where none are given.
-
-    Frozen ones are among them, so that they are trained once they are unfrozen.
-    """
-    if params is None:
-        return [{"params": list(model.parameters())}]
-    groups = list(params)
-    if groups and not isinstance(groups[0], dict):
-        return [{"params": groups}]
-    return groups  # type: ignore[return-value]

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from dpkernels.accounting import Plan
 from dpkernels.ops.update import sgd_update
-from dpkernels.optim.private import Parameters, Privacy, PrivateOptimizer, as_groups, require_range
+from dpkernels.optim.groups import Parameters, as_groups, require_range
+from dpkernels.optim.privacy import Privacy
+from dpkernels.optim.private import PrivateOptimizer
 
 
 class DPSGD(PrivateOptimizer):

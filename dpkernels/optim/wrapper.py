@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from dpkernels.accounting import Plan
 from dpkernels.ops.update import noised_mean
-from dpkernels.optim.private import Privacy, PrivateOptimizer
+from dpkernels.optim.privacy import Privacy
+from dpkernels.optim.private import PrivateOptimizer
 
 
 class DPOptimizer(PrivateOptimizer):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpkernels.accounting import Ledger, Plan, SampledGaussian, epsilon, plan
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW, DPOptimizer
 from dpkernels.optim.private import PrivateOptimizer
-from dpkernels.random import Sample
+from dpkernels.random import Domain, Sample
 
 FEATURES, CLASSES, BATCH = 5, 3, 8
 
@@ -151,6 +151,22 @@ def test_freezing_between_steps() -> None:
         losses(twin, x, y).mean().backward()
         reference.step()
     assert_same(net, twin)
+
+
+def test_freezing_within_a_logical_batch_discards_it() -> None:
+    net = model()
+    optimizer = DPSGD(net, a_plan(), lr=0.3, max_grad_norm=1.0)
+    sample = Sample(optimizer.key, 0)
+    for trainable in (True, False):
+        net[0].requires_grad_(trainable)
+        optimizer.begin_physical_batch(BATCH, False, sample)
+        if trainable:
+            optimizer.backward(losses(net, *batch()))
+    with pytest.raises(RuntimeError, match="frozen or unfrozen within a logical batch; the batch is discarded"):
+        optimizer.backward(losses(net, *batch()))
+    optimizer.backward(losses(net, *batch(3)))  # another number of rows: nothing is announced any more
+    assert optimizer.step()
+    assert optimizer.key.free(Domain.SAMPLING) == 0
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

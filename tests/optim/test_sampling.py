@@ -205,7 +205,7 @@ def test_a_skipped_batch_and_a_missing_step_raise() -> None:
             next(loader)
     for x in loader:  # begun again
         run.optimizer.backward(run.model(x).squeeze(1))
-        if run.optimizer._announced == (20, True):
+        if run.optimizer._batch.announced == (20, True):
             break
     with pytest.raises(RuntimeError, match=r"step\(\) was not called"):
         next(loader)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import nn
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 ANEW = (
     "Construct the optimizer anew, with ledger=optimizer.ledger so that what was spent stays counted, after "
@@ -60,3 +63,22 @@ def require_whole(groups: Iterable[Mapping[str, Any]], model: nn.Module, names: 
         device = p.device if device is None else device
         if not p.is_floating_point() or p.device != device:
             raise ValueError(f"{name} must be real floating-point on {device}, got {p.dtype} on {p.device}")
+
+
+def require_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raise unless ``value`` is a number with low <= value < high."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+        raise ValueError(f"{name} must be a number in [{low:g}, {high:g}), got {value!r}")
+
+
+def as_groups(model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
+    """Parameter groups as torch takes them; all parameters of the model where none are given.
+
+    Frozen ones are among them, so that they are trained once they are unfrozen.
+    """
+    if params is None:
+        return [{"params": list(model.parameters())}]
+    groups = list(params)
+    if groups and not isinstance(groups[0], dict):
+        return [{"params": groups}]
+    return groups  # type: ignore[return-value]
