@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dpkernels._files import read_json
 from dpkernels.clipping import GhostClipper
 from dpkernels.data import Split
 from dpkernels.losses import recorded_outputs, weighted_layers
@@ -25,6 +27,7 @@ from dpkernels.training.objective import Objective
 from dpkernels.training.run_folder import RunFolder
 
 WARNING = "PRIVATE: these values depend on single training examples and hold no noise. Keep them as you keep the data."
+_LARGEST = 2**28  # bytes of the file
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,14 @@ class Diagnostics:
     def restore(self, last_step: int) -> None:
         """Take up what lies in the folder, up to `last_step`. Raises ValueError for a damaged file."""
         path = self._folder.diagnostics
-        if not path.exists():
+        if not os.path.lexists(path):
             return
+        document = read_json(path, _LARGEST)
         try:
-            saved = [Snapshot(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["snapshots"]]
+            saved = [Snapshot(**entry) for entry in document["snapshots"]]
+            self.snapshots = [snapshot for snapshot in saved if snapshot.step <= last_step]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} must be diagnostics of a run, but: {error}") from error
-        self.snapshots = [snapshot for snapshot in saved if snapshot.step <= last_step]
 
     def measure(self, model: nn.Module, *, step: int, epoch: float) -> None:
         """Add a snapshot of `model`, which is left as it is, and write the file."""
