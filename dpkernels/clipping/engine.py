@@ -392,7 +392,8 @@ class GhostClipper:
         if self._result is not None:
             raise RuntimeError(
                 "backward ran again on a batch whose gradients are already clipped: it would contribute twice. Sum the "
-                "losses of a batch before one backward, then call optimizer.step()."
+                "losses of a batch before one backward, then call optimizer.step(). A logical batch in several parts "
+                "comes from PoissonLoader(..., physical_batch_size=...)."
             )
 
     def _check_rows(self, record: Record) -> None:

@@ -21,9 +21,9 @@ def require_inputs_alone(ctx: Any, parameters: Collection[int]) -> None:
             raise RuntimeError(
                 "gradients of the model's parameters came by another way than loss.backward(), so that the loss "
                 "was not seen: by torch.autograd.grad, under reentrant checkpointing (set use_reentrant=False), or "
-                "by the loss of a model with another private optimizer. Call optimizer.backward(losses) with one "
-                "loss per example (reduction='none'); for gradients of an input alone call "
-                "torch.autograd.grad(output, input)."
+                "by the loss of a model with another private optimizer (freeze this model for it, or detach() its "
+                "output; the parts of one model take one optimizer). Call optimizer.backward(losses) with one loss per "
+                "example (reduction='none'); for gradients of an input alone call torch.autograd.grad(output, input)."
             )
 
 

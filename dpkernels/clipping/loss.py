@@ -214,8 +214,8 @@ def _parts(
             if not counts and not walk.is_number(other):
                 how = "multiplied" if name == "Mul" else "divided"
                 raise RuntimeError(
-                    f"the loss is {how} by a tensor, which may depend on the whole batch: use a number for a constant. "
-                    f"{_FIX}"
+                    f"the loss is {how} by a tensor, which may depend on the whole batch: use a number for a constant, "
+                    f"and leave torch.amp.GradScaler out. {_FIX}"
                 )
             mean |= counts and not walk.is_number(other)
             if not math.isfinite(float(other)):

@@ -196,6 +196,44 @@ def test_a_gradient_scaler_is_refused_before_anything_is_spent() -> None:
     assert disabled.step(optimizer)
 
 
+def test_gradients_that_are_accumulated_by_hand_are_refused_with_the_way_to_do_it() -> None:
+    net = nn.Linear(5, 3)
+    optimizer = DPSGD(net, make_plan(), lr=0.1, max_grad_norm=1.0)
+
+    def accumulate() -> None:
+        for x, y in zip(*(part.split(4) for part in DATA), strict=True):
+            (F.cross_entropy(net(x), y) / 2).backward()
+
+    with pytest.raises(RuntimeError, match=r"contribute twice.*physical_batch_size"):
+        accumulate()
+    assert optimizer.epsilon() == 0
+
+
+def test_a_scaled_mean_names_the_scaler() -> None:
+    net, scaler = nn.Linear(5, 3), torch.amp.GradScaler("cpu")
+    optimizer = DPSGD(net, make_plan(), lr=0.1, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match=r"multiplied by a tensor.*leave torch\.amp\.GradScaler out"):
+        scaler.scale(F.cross_entropy(net(DATA[0]), DATA[1])).backward()
+    assert optimizer.steps == 0
+
+
+def test_two_private_optimizers_on_one_graph() -> None:
+    """Parts of one model, or a generator's loss through a private critic: refused; and right as the error says."""
+    net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    options = {"lr": 0.1, "max_grad_norm": 1.0, "noise_multiplier": 0.0, "batch_size": SIZE}
+    optimizers = [DPSGD(part, **options) for part in net]  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"another private optimizer.*freeze"):
+        optimizers[0].backward(losses(net, *DATA))
+    with pytest.raises(ValueError, match="already"):
+        DPSGD(net[0], **options)  # type: ignore[arg-type]
+    net[1].requires_grad_(False)
+    optimizers[0].backward(losses(net, *DATA))
+    net[1].requires_grad_(True)
+    optimizers[1].backward(losses(net[1], net[0](DATA[0]).detach(), DATA[1]))
+    assert all(optimizer.step() for optimizer in optimizers)
+    assert all(p.grad is None for p in net.parameters())
+
+
 # ---- frameworks ------------------------------------------------------------------------------------------------------
 
 
