@@ -1,30 +1,34 @@
 """The ghost-clipping engine: per-example norms in one backward pass, clipped sums in a second.
 
-Pass 1 is autograd: every captured module emits a record of its activations and output gradients, and its squared
-per-example norms are computed while both are hot. Pass 2 needs no autograd: from the kept records each layer adds its
-clipped sum. With ``memory="lean"`` no record is kept; instead autograd runs backward a second time, and the clipped
-sums are taken as the records come by.
+The forward is the model's own. Pass 1 is autograd, asked for the gradients of the nodes that parameters enter and of no
+parameter: each such node leaves a record of its activations and output gradients, and its squared per-example norms are
+computed while both are hot. Pass 2 needs no autograd: from the records every use of a parameter adds its clipped sum.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import GradientEdge
 
-from dpkernels.clipping import loss, rounding
-from dpkernels.clipping.patch import is_patched, patch, unpatch
+from dpkernels.clipping import joint, loss, rounding
+from dpkernels.clipping.graph import Graph, Operand, Plan, UncapturedError, Use, gradient_edge, make_plan, read
 from dpkernels.clipping.products import require_apart
+from dpkernels.clipping.proof import Root, prove
+from dpkernels.clipping.saved import readable_twice
 from dpkernels.clipping.survey import survey
-from dpkernels.layers import Layer, Record, Rule
+from dpkernels.layers import STORED, Ownership, Record, SelectedRule, stored
+from dpkernels.layers.moves import pull
 from dpkernels.ops.clip import clip_factors, require_max_grad_norm
+
+_MOST_PLANS = 64
 
 
 @dataclass(frozen=True)
@@ -44,33 +48,16 @@ class ClippedSum:
     l2_bound: float
 
 
-@dataclass
-class _Batch:
-    """What has been gathered of one physical batch, from its forward to its clipped sum. Parameters are keyed by id:
-    a tensor's own hash is computed in Python, and small models are bound by such calls."""
-
-    uses: Counter[int] = field(default_factory=Counter)  # calls in the forward
-    emitted: Counter[int] = field(default_factory=Counter)  # records in the backward
-    records: list[tuple[Record, Tensor]] = field(default_factory=list)  # kept, with their squared norms
-    squared: list[Tensor] = field(default_factory=list)  # squared norms of records that were not kept
-    reused: list[Record] = field(default_factory=list)  # of parameters that were used several times
-    sums: dict[int, Tensor] = field(default_factory=dict)
-    weights: Tensor | None = None  # clip factors times loss scale, once the norms are known
-    rows: int | None = None
-    task: int | None = None  # autograd's number of the ordinary backward that fills this batch
-
-
 class GhostClipper:
     """Clips per-example gradients of ``model`` to L2 norm ``max_grad_norm`` over all its trainable parameters.
 
     Use ``result = clipper.backward(losses)`` with one loss per example, or an ordinary ``loss.backward()`` followed by
-    ``result = clipper.take()``. The batch comes first in every captured activation.
+    ``result = clipper.take()``. Nothing of the model is changed: parameters are found in autograd's graph, whatever
+    calls them.
 
     Args:
-        model: any module; layers outside the registry are handled exactly, but slowly.
+        model: any module. Operations without a rule of their own are handled exactly, but slowly.
         max_grad_norm: the bound C, in [1e-10, 1e10], or ``inf`` for no clipping.
-        memory: "keep" holds activations and output gradients between the passes; "lean" runs backward twice instead
-            (only with :meth:`backward`).
         loss_reduction: how an ordinary scalar loss is reduced over the batch: "mean" or "sum". A loss that is neither,
             such as a mean with class weights, is refused as far as its graph shows.
 
@@ -80,38 +67,24 @@ class GhostClipper:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        max_grad_norm: float,
-        *,
-        memory: Literal["keep", "lean"] = "keep",
-        loss_reduction: Literal["mean", "sum"] = "mean",
+        self, model: nn.Module, max_grad_norm: float, *, loss_reduction: Literal["mean", "sum"] = "mean"
     ) -> None:
         if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
             raise TypeError(f"max_grad_norm must be a number, got {type(max_grad_norm).__name__}")
         require_max_grad_norm(max_grad_norm)
-        if memory not in ("keep", "lean"):
-            raise ValueError(f"memory must be 'keep' or 'lean', got {memory!r}")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-        rules = survey(model)
-        if any(is_patched(module) for module in model.modules()):
-            raise ValueError("model already has a GhostClipper attached: call its detach() first")
+        survey(model)
+        loss.require_free(model)
         self.model = model
         self.max_grad_norm = float(max_grad_norm)
-        self.memory = memory
         self.loss_reduction = loss_reduction
-        #: Number of examples in the physical batch, where somebody announced it; else the first captured module tells.
+        #: Number of examples in the physical batch, where somebody announced it; else the losses tell.
         self.expected_rows: int | None = None
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
-        self._watched: dict[int, RemovableHandle] = {}
-        self._explicit = False  # inside backward(losses)
-        self._batch = _Batch()
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._result: ClippedSum | None = None  # of an ordinary backward
         self._loss_weights: tuple[float, ...] = ()  # of the last one's parts
-        self._modules = [rule.module for rule in rules]
-        for rule in rules:
-            patch(rule.module, self._captured(rule))
         loss.listen(self)
 
     @property
@@ -139,9 +112,8 @@ class GhostClipper:
 
         Raises:
             ValueError: ``losses`` is not [batch].
-            RuntimeError: backward already ran on this batch or graph, a captured activation does not have the batch
-                first, a trainable parameter took no part, a gradient reached a parameter outside its module, or torch's
-                bfloat16 products mix examples on this CPU (`clipping/products.py`).
+            RuntimeError: backward already ran on this batch or graph, examples are mixed, a trainable parameter took no
+                part, or torch's bfloat16 products mix examples on this CPU (`clipping/products.py`).
         """
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -149,22 +121,17 @@ class GhostClipper:
                 "losses must be [batch], one loss per example (cross_entropy(..., reduction='none') for instance, "
                 f"averaged over everything but the batch), got {got}"
             )
-        if self.expected_rows is not None and losses.size(0) != self.expected_rows:
-            raise ValueError(
-                f"losses must have one entry for each of {self.expected_rows} examples, got {losses.size(0)}"
-            )
+        batch = losses.size(0)
+        if self.expected_rows is not None and batch != self.expected_rows:
+            raise ValueError(f"losses must have one entry for each of {self.expected_rows} examples, got {batch}")
         self._require_taken()
-        self._batch = _Batch(uses=self._batch.uses, rows=losses.size(0))
-        self._explicit = True
-        ones, lean = torch.ones_like(losses), self.memory == "lean"
-        try:
-            torch.autograd.backward(losses, ones, retain_graph=lean)
-            norms = self._weigh(loss_scale=1.0)
-            if lean:
-                torch.autograd.backward(losses, ones)
-            return self._sum(norms)
-        finally:
-            self._explicit, self._batch = False, _Batch()
+        if losses.grad_fn is None and batch:
+            raise RuntimeError(
+                "losses must be computed from the model's parameters with gradients enabled: no parameter took part"
+            )
+        if batch == 0:
+            return self._clip([], 0)
+        return self._clip([(GradientEdge(losses.grad_fn, losses.output_nr), torch.ones_like(losses), Ownership(batch))], batch)
 
     def take(self) -> ClippedSum:
         """The result of the ordinary ``loss.backward()`` that just ran; see :meth:`backward` for what that raises.
@@ -179,16 +146,11 @@ class GhostClipper:
 
     def discard(self) -> None:
         """Forget what was gathered and not taken."""
-        self._result, self._batch = None, _Batch()
+        self._result = None
 
     def detach(self) -> None:
-        """Leave the model as it was before the clipper was attached."""
-        for module in self._modules:
-            unpatch(module)
-        for handle in self._watched.values():
-            handle.remove()
+        """End this clipper's part in ordinary backward calls."""
         loss.forget(self)
-        self._modules, self._watched = [], {}
         self.discard()
 
     def __enter__(self) -> GhostClipper:
@@ -199,91 +161,19 @@ class GhostClipper:
     ) -> None:
         self.detach()
 
-    # ---- forward ----------------------------------------------------------------------------------------------------
+    # ---- the ordinary loop ------------------------------------------------------------------------------------------
 
-    def _captured(self, rule: Rule) -> Callable[..., Any]:
-        """The forward that stands in for the module's own while the clipper is attached."""
-        own_forward = rule.module.forward
+    def owns(self, leaf: object) -> bool:
+        """Whether a leaf of a graph is a parameter that is clipped."""
+        return id(leaf) in self._parameters
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(rule, Layer) and (reason := rule.refusal(rule.module)) is not None:
-                raise RuntimeError(f"{rule.path}: {reason}")
-            if not torch.is_grad_enabled() or not rule.active():
-                return own_forward(*args, **kwargs)
-            in_backward = torch._C._current_graph_task_id() != -1  # checkpointing recomputes: not another use
-            for parameter in rule.slots().values():
-                if not in_backward:
-                    self._batch.uses[id(parameter)] += 1
-                if id(parameter) not in self._watched:
-                    self._watch(parameter, rule.path)
-            return rule.call(self._emit, own_forward, *args, **kwargs)
-
-        return _never_compiled(forward)
-
-    def _watch(self, parameter: nn.Parameter, path: str) -> None:
-        """Autograd gives captured parameters no gradient: one that gets one is used outside its module."""
-        if id(parameter) not in self._parameters:
-            raise RuntimeError(f"a parameter of module {path!r} was replaced after attaching: detach and attach again")
-        name, _ = self._parameters[id(parameter)]
-
-        def complain(p: Tensor) -> None:
-            if p.grad is None:  # what the captured module itself sends
-                return
-            p.grad = None
-            raise RuntimeError(
-                f"a gradient reached parameter {name!r} outside the forward of its module (a penalty on weights, or a "
-                "functional call): it cannot be clipped per example. Use weight_decay for a penalty, and call the "
-                "module, not its parameter."
-            )
-
-        self._watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(complain)
-
-    # ---- pass 1: records and norms ----------------------------------------------------------------------------------
-
-    def _emit(self, ctx: Any, record: Record) -> None:
-        if not self._explicit:
-            self._enter_ordinary_backward()
-        batch, parameters = self._batch, [id(p) for p in record.slots.values()]
-        summing = batch.weights is not None
-        if getattr(ctx, "emitted_for", None) is not (batch if summing else None):
-            raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
-        ctx.emitted_for = object() if summing else batch
-        self._check_rows(record)
-        require_apart(record.output_grad)
-        reused = any(batch.uses[p] > 1 for p in parameters)
-        if summing:
-            if not reused:
-                self._add(record)
-            return
-        batch.emitted.update(parameters)
-        if reused:
-            batch.reused.append(record)
-            return
-        squared = record.rule.squared_norms(record, frozenset(record.slots))
-        if self.memory == "keep":
-            batch.records.append((record, squared))
-        else:
-            batch.squared.append(squared)
-
-    def _enter_ordinary_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._batch.task:
-            return
+    def ordinary_backward(self, read_loss: loss.ReadLoss) -> None:
+        """What stands in for ``loss.backward()`` where the loss reaches the model: leaves a result to :meth:`take`."""
         self._require_taken()
-        if self.memory == "lean":
-            raise RuntimeError("memory='lean' runs backward twice: call backward(losses) with one loss per example")
-        self._batch = _Batch(uses=self._batch.uses, rows=self.expected_rows, task=task)
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave_ordinary_backward)
-
-    def _leave_ordinary_backward(self) -> None:
-        try:
-            weights = loss.require_plain(self.loss_reduction, self._batch.rows or 0)
-            loss.require_same(weights, self._loss_weights)
-            self._loss_weights = weights or self._loss_weights
-            scale = float(self._batch.rows or 1) if self.loss_reduction == "mean" else 1.0
-            self._result = self._sum(self._weigh(scale))
-        finally:
-            self._batch = _Batch()
+        reduced = read_loss(self.loss_reduction, self.expected_rows)
+        loss.require_same(reduced.weights, self._loss_weights)
+        self._result = self._clip(reduced.roots, reduced.batch)
+        self._loss_weights = reduced.weights or self._loss_weights
 
     def _require_taken(self) -> None:
         if self._result is not None:
@@ -292,101 +182,314 @@ class GhostClipper:
                 "losses of a batch before one backward, then call optimizer.step()."
             )
 
-    def _check_rows(self, record: Record) -> None:
-        if self._batch.rows is None:
-            self._batch.rows = record.output_grad.size(0) if record.output_grad.dim() else 0
-        for tensor in (record.output_grad, *record.saved):
-            if tensor.dim() == 0 or tensor.size(0) != self._batch.rows:
-                raise RuntimeError(
-                    f"module {record.rule.path!r} must have the batch first, {self._batch.rows} rows, but saw a tensor "
-                    f"of shape {tuple(tensor.shape)}. Rows that are not examples cannot be clipped: keep the batch in "
-                    "dimension 0 and do not merge it with others."
+    # ---- both passes ------------------------------------------------------------------------------------------------
+
+    def _clip(self, roots: Sequence[Root], batch: int) -> ClippedSum:
+        trainable = {id(p): p for _, p in self._parameters.values() if p.requires_grad}
+        if batch == 0:
+            zeros = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.trainable().items()}
+            device = next(iter(trainable.values())).device if trainable else None
+            return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64, device=device), 0, self.l2_bound)
+        graph = read([edge.node for edge, _, _ in roots])
+        plan = self._plan(graph, trainable, roots, batch)
+        _mark(graph, plan)
+        gathered = _Pass(graph, plan, batch)
+        gathered.run(roots)
+        factors, norms = clip_factors(gathered.squared_norms(), max_grad_norm=self.max_grad_norm)
+        sums = gathered.clipped_sums(factors)
+        grads = {name: sums[id(p)].reshape(p.shape) for name, p in self.trainable().items()}
+        return ClippedSum(grads, norms, batch, self.l2_bound)
+
+    def _plan(self, graph: Graph, trainable: dict[int, nn.Parameter], roots: Sequence[Root], batch: int) -> Plan:
+        """The plan for a graph, proved for its shapes."""
+        key = (graph.key, frozenset(trainable)) if len(trainable) < len(self._parameters) else (graph.key,)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make_plan(graph, trainable, roots, batch)
+            if len(self._plans) == _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+            return plan
+        shapes = _shapes(graph, plan, batch)
+        if plan.routes or shapes not in plan.shapes or not all(use.settled for use in plan.uses):
+            self._prove(graph, plan, roots, batch)
+        return plan
+
+    def _make_plan(self, graph: Graph, trainable: dict[int, nn.Parameter], roots: Sequence[Root], batch: int) -> Plan:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        constants = frozenset(t.untyped_storage().data_ptr() for t in tensors if t.numel())
+        overruled: frozenset[int] = frozenset()
+        while True:
+            plan = make_plan(graph, trainable, batch, constants, overruled)
+            self._require_all(graph, plan, trainable)
+            failed = prove(graph, plan.uses, roots, batch) if batch > 1 else []
+            if mixed := [use for use in failed if not use.optional]:
+                self._refuse(mixed, batch)
+            if not failed:
+                break
+            overruled |= {use.node for use in failed}
+        self._finish(graph, plan, batch)
+        return plan
+
+    def _prove(self, graph: Graph, plan: Plan, roots: Sequence[Root], batch: int) -> None:
+        if batch > 1 and (failed := prove(graph, plan.uses, roots, batch)):
+            self._refuse(failed, batch)
+        self._finish(graph, plan, batch)
+
+    def _finish(self, graph: Graph, plan: Plan, batch: int) -> None:
+        if (shapes := _shapes(graph, plan, batch)) is not None and batch > 1:
+            plan.shapes.add(shapes)
+
+    def _refuse(self, uses: list[Use], batch: int) -> None:
+        named = sorted({self._parameters[p][0] for use in uses for o in use.operands for p in o.parameters})
+        what = ", ".join(sorted({use.kind for use in uses}))
+        raise UncapturedError(
+            f"the gradients of {', '.join(named[:6])}{' and others' if len(named) > 6 else ''} (operation {what}) are "
+            f"no sums over the {batch} examples: an example's loss changes what the model computes for another, or the "
+            "rows of some tensor were reordered or merged so that they are no single example's. Batch normalization, "
+            "losses over pairs or over the whole batch, sorting and shuffling do that. Let every example's loss depend "
+            "on that example alone, in the order of the batch."
+        )
+
+    def _require_all(self, graph: Graph, plan: Plan, trainable: dict[int, nn.Parameter]) -> None:
+        used = {p for use in plan.uses for operand in use.operands for p in operand.parameters}
+        missing = [self._parameters[p][0] for p in trainable if p not in used]
+        kinds = {type(node).__name__ for node in graph.nodes}
+        if "CheckpointFunctionBackward" in kinds:
+            raise UncapturedError(
+                "activation checkpointing with use_reentrant=True hides a part of the model from the losses' graph: pass "
+                "use_reentrant=False to torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs="
+                "{'use_reentrant': False} in transformers)"
+            )
+        if any("CompiledFunction" in kind for kind in kinds):
+            raise UncapturedError(
+                "torch.compile hides the operations of the model: compute the losses with the model that was not "
+                "compiled, or compile it with backend='eager'"
+            )
+        if missing:
+            raise UncapturedError(
+                f"no gradient reached {', '.join(missing)}: the losses do not depend on "
+                f"{'it' if len(missing) == 1 else 'them'}. Freeze what is not used with requires_grad_(False)."
+            )
+        for node in graph.nodes:
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and id(leaf) not in self._parameters:
+                names = [name for name, p in self.model.named_parameters() if p is leaf]
+                raise UncapturedError(
+                    f"the losses depend on parameter {names[0]!r}, which was added after the engine was attached: "
+                    "construct the optimizer anew"
+                    if names
+                    else f"the losses depend on a trainable parameter of shape {tuple(leaf.shape)} outside of the model "
+                    "that is clipped: make it a part of the model, freeze it with requires_grad_(False), or detach() "
+                    "what it computes"
                 )
 
-    # ---- between the passes: clip factors ---------------------------------------------------------------------------
 
-    def _weigh(self, loss_scale: float) -> Tensor:
-        """Set the weight of each example; returns the norms."""
-        batch = self._batch
-        missing = {name: p for name, p in self.trainable().items() if id(p) not in batch.emitted}
-        for parameter in missing.values():
-            parameter.grad = None  # what a bypass may have left
-        if missing:
-            raise RuntimeError(
-                f"no per-example gradient arrived for {', '.join(missing)}: the module was not called, was bypassed, "
-                "or ran under reentrant checkpointing (use use_reentrant=False). Freeze what is not used with "
-                "requires_grad_(False)."
+def _shapes(graph: Graph, plan: Plan, batch: int) -> tuple[Any, ...] | None:
+    """Shapes of the uses' outputs without the batch, and whose their rows are; None where a shape does not fit.
+
+    The uses take the owners for this batch.
+    """
+    found: list[Any] = []
+    for use in plan.uses:
+        metadata = graph.nodes[use.node]._input_metadata
+        if not use.owners:
+            use.owners = [[Ownership(1, 0, 1, m.shape[0])] if batch == 1 and len(m.shape) else [] for m in metadata]
+        for output, owners in enumerate(use.owners):
+            if not owners:
+                found.append(None)
+                continue
+            shape, owner = tuple(metadata[output].shape), owners[0]
+            if owner.batch != batch or shape[owner.dim] != owner.batch * owner.outer * owner.inner:
+                resized = [o for owner in owners if (o := owner.resized(shape, batch)) is not None]
+                if not resized:
+                    return None
+                owners[:] = resized
+                owner = resized[0]
+            found.append((owner.dim, owner.outer, owner.inner, shape[: owner.dim], shape[owner.dim + 1 :]))
+    return tuple(found)
+
+
+def _mark(graph: Graph, plan: Plan) -> None:
+    """Refuse a graph that was clipped before, and remember that this one is."""
+    for use in plan.uses:
+        metadata = graph.nodes[use.node].metadata
+        if metadata.get("dpkernels"):
+            raise RuntimeError("backward ran twice through one graph, which would count its examples twice")
+        metadata["dpkernels"] = True
+
+
+class _Pass:
+    """What is gathered of one physical batch, from its backward to its clipped sums."""
+
+    def __init__(self, graph: Graph, plan: Plan, batch: int) -> None:
+        self.graph, self.plan, self.batch = graph, plan, batch
+        self._own: list[tuple[Record, list[tuple[Operand | None, int, str]], Tensor]] = []
+        self._shared: dict[int, list[joint.Part]] = defaultdict(list)
+        self._busy = False  # a node's own backward runs
+
+    # ---- pass 1
+
+    def run(self, roots: Sequence[Root]) -> None:
+        """Autograd for the gradients of the uses' outputs; each use is taken as its gradient comes by."""
+        edges, last, handles = [], [], []
+        for use in self.plan.uses:
+            node = self.graph.nodes[use.node]
+            if use.terminal:
+                last.append(use)
+                edges += [GradientEdge(node, output) for output in range(use.outputs)]
+            else:
+                handles.append(node.register_prehook(partial(self._hook, use)))
+        try:
+            got: Sequence[Tensor | None] = torch.autograd.grad(
+                [edge for edge, _, _ in roots], edges, [g for _, g, _ in roots], allow_unused=True
             )
-        self._set_reused_apart()
-        squared = batch.squared + [squared for _, squared in batch.records]
-        if batch.reused:
-            gradients = (self._joint_gradient(i) for i in range(batch.rows or 0))
-            joint = [sum(float(g.square().sum()) for g in gradient.values()) for gradient in gradients]
-            squared.append(torch.tensor(joint, dtype=torch.float64, device=batch.reused[0].output_grad.device))
-        batch.weights, norms = clip_factors(squared, max_grad_norm=self.max_grad_norm, loss_scale=loss_scale)
-        return norms
+        finally:
+            for handle in handles:
+                handle.remove()
+        for use in last:
+            self._take(use, got[: use.outputs])
+            got = got[use.outputs :]
 
-    def _set_reused_apart(self) -> None:
-        """Move records whose parameters turned out to have several (a reuse that the forward could not count)."""
-        batch, counted_apart = self._batch, _ids(self._batch.reused)
-        several = {p for p, count in batch.emitted.items() if count > 1} | counted_apart
-        if not several:
-            return
-        if self.memory == "lean" and several - counted_apart:
-            names = ", ".join(self._parameters[p][0] for p in several - counted_apart)
-            raise RuntimeError(f"memory='lean' cannot train {names}: reused under reentrant checkpointing. Use 'keep'.")
-        batch.reused += [r for r, _ in batch.records if several & _ids([r])]
-        batch.records = [(r, s) for r, s in batch.records if not several & _ids([r])]
+    def _hook(self, use: Use, grads: tuple[Tensor | None, ...]) -> None:
+        if not self._busy:
+            self._take(use, grads)
 
-    def _joint_gradient(self, example: int) -> dict[int, Tensor]:
-        """One example's gradient of the parameters that were used several times, summed over the uses."""
-        total: dict[int, Tensor] = {}
-        for record in self._batch.reused:
-            one = torch.ones(1, dtype=torch.float64, device=record.output_grad.device)
-            sums = record.rule.clipped_sums(record.example(example), one, frozenset(record.slots))
-            for slot, parameter in record.slots.items():
-                p = id(parameter)
-                total[p] = total[p] + sums[slot] if p in total else sums[slot]
-        return total
+    def _take(self, use: Use, grads: Sequence[Tensor | None]) -> None:
+        node = self.graph.nodes[use.node]
+        if all(g is None for g in grads):
+            grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata[:1]]
+        readable_twice(node)
+        for g in grads:
+            if g is not None:
+                require_apart(g)
+        with torch.no_grad():
+            moved = tuple(o for o in use.operands if o.moves is not None)
+            computed = tuple(o for o in use.operands if o.moves is None)
+            if moved:
+                self._keep(self._record(use, moved, grads), moved)
+            for operand in computed:
+                record = self._record(use, (operand,), grads)
+                self._pull_back(operand, record)
 
-    # ---- pass 2: clipped sums ---------------------------------------------------------------------------------------
+    def _record(self, use: Use, operands: tuple[Operand, ...], grads: Sequence[Tensor | None]) -> Record:
+        node, owner = self.graph.nodes[use.node], _owner(use, 0)
+        shapes = {operand.name: operand.shape for operand in operands}
+        if use.rule is None or grads[0] is None or owner is None or not use.rule.serves(node, shapes, owner):
+            return self._own_backward(use, operands, grads)
+        record = use.rule.record(node, [grads[0]] if len(grads) == 1 else grads, shapes, owner)
+        if isinstance(use.rule, SelectedRule):
+            (picked,) = [operand.picked for operand in operands if operand.picked is not None]
+            use.rule.select(record, self.graph.nodes[picked]._saved_index)
+        return record
 
-    def _sum(self, norms: Tensor) -> ClippedSum:
-        batch = self._batch
-        assert batch.weights is not None
-        while batch.records:
-            record, _ = batch.records.pop()  # freed as it is consumed
-            self._add(record)
-        for i in range(batch.rows or 0) if batch.reused else ():
-            if batch.weights[i] != 0:
-                for parameter, gradient in self._joint_gradient(i).items():
-                    self._accumulate(parameter, gradient * batch.weights[i])
-        for p in _ids(batch.reused) - batch.sums.keys():  # every example was skipped
-            self._accumulate(p, torch.zeros_like(self._parameters[p][1], dtype=torch.float64))
-        grads = {name: batch.sums[id(p)] for name, p in self.trainable().items()}
-        return ClippedSum(grads, norms, batch.rows or 0, self.l2_bound)
+    def _keep(self, record: Record, operands: tuple[Operand, ...]) -> None:
+        own = []
+        for operand in operands:
+            (parameter,) = operand.parameters
+            if parameter in self.plan.shared_uses:
+                part = replace(record, per_example=dict(record.per_example))  # rules drop what they are done with
+                self._shared[parameter].append(joint.Part(part, operand.name, operand.moves or ()))
+            else:
+                own.append((operand, parameter, operand.name))
+        if own:
+            squared = record.rule.squared_norms(record, frozenset(name for _, _, name in own))
+            self._own.append((record, own, squared))
 
-    def _add(self, record: Record) -> None:
-        assert self._batch.weights is not None
-        sums = record.rule.clipped_sums(record, self._batch.weights, frozenset(record.slots))
-        for slot, parameter in record.slots.items():
-            self._accumulate(id(parameter), sums[slot])
+    def _pull_back(self, operand: Operand, record: Record) -> None:
+        """Take the gradients of a computed operand back to its parameters, through what computed it."""
+        grads = record.rule.gradients(record, operand.name).reshape(self.batch, *operand.shape)
+        edge = gradient_edge(self.graph, operand.edge)
+        leaves = [self._leaf(p) for p in operand.parameters]
+        for parameter, gradient in zip(operand.parameters, _batched(edge, leaves, grads), strict=True):
+            part = stored("gradient", gradient)
+            if parameter in self.plan.shared_uses:
+                self._shared[parameter].append(joint.Part(part, "gradient", ()))
+            else:
+                squared = part.rule.squared_norms(part, frozenset({"gradient"}))
+                self._own.append((part, [(None, parameter, "gradient")], squared))
 
-    def _accumulate(self, parameter: int, value: Tensor) -> None:
-        known = self._batch.sums.get(parameter)
-        self._batch.sums[parameter] = value if known is None else known.add_(value)
+    def _leaf(self, parameter: int) -> Tensor:
+        return next(
+            leaf
+            for node in self.graph.nodes
+            if (leaf := getattr(node, "variable", None)) is not None and id(leaf) == parameter
+        )
+
+    def _own_backward(self, use: Use, operands: tuple[Operand, ...], grads: Sequence[Tensor | None]) -> Record:
+        """The gradients of the operands by the node's own backward, for one example's rows at a time."""
+        node = self.graph.nodes[use.node]
+        given = [(output, g) for output, g in enumerate(grads) if g is not None]
+        edges = [gradient_edge(self.graph, operand.edge) for operand in operands]
+        per_example: dict[str, list[Tensor]] = {operand.name: [] for operand in operands}
+        self._busy = True
+        try:
+            for example in range(self.batch):
+                only = [owner.of(example, g) for output, g in given if (owner := _owner(use, output)) is not None]
+                with torch.enable_grad():
+                    got = torch.autograd.grad(
+                        [GradientEdge(node, output) for output, _ in given],
+                        edges,
+                        only,
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
+                for operand, g in zip(operands, got, strict=True):
+                    per_example[operand.name].append(
+                        given[0][1].new_zeros(operand.shape) if g is None else g.detach().reshape(operand.shape)
+                    )
+        finally:
+            self._busy = False
+        rows = {name: torch.stack(each) for name, each in per_example.items()}
+        return Record(STORED, (), given[0][1].new_empty(self.batch, 0), rows)
+
+    # ---- between the passes
+
+    def squared_norms(self) -> list[Tensor]:
+        """Of every group of parameters, [batch] each."""
+        return [squared for _, _, squared in self._own] + [
+            joint.squared_norms(parts, self.batch) for parts in self._shared.values()
+        ]
+
+    # ---- pass 2
+
+    def clipped_sums(self, factors: Tensor) -> dict[int, Tensor]:
+        """By parameter."""
+        sums: dict[int, Tensor] = {}
+        while self._own:
+            record, own, _ = self._own.pop()  # freed as it is consumed
+            values = record.rule.clipped_sums(record, factors, frozenset(name for _, _, name in own))
+            for operand, parameter, name in own:
+                moves = operand.moves if operand is not None and operand.moves is not None else ()
+                sums[parameter] = pull(moves, values[name], 0)
+        for parameter, parts in self._shared.items():
+            sums[parameter] = joint.clipped_sum(parts, factors)
+        return sums
 
 
-def _ids(records: list[Record]) -> set[int]:
-    return {id(p) for record in records for p in record.slots.values()}
+def _owner(use: Use, output: int) -> Ownership | None:
+    """Whose the rows of an output are; None where no gradient came to it when that was proved."""
+    return use.owners[output][0] if use.owners[output] else None
 
 
-def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable`` where a compiler looks, and no wrapper otherwise."""
-    outside = torch.compiler.disable(function)
+def _batched(edge: Any, leaves: list[Tensor], grads: Tensor) -> Iterator[Tensor]:
+    """Gradients [batch, *leaf] of leaves from gradients [batch, *value] of a value that was computed from them."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    def run(value: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            [edge], leaves, [value], is_grads_batched=batched, retain_graph=True, allow_unused=True
+        )
 
-    return call
+    metadata = edge.node._input_metadata[edge.output_nr] if isinstance(edge, GradientEdge) else edge
+    grads = grads.to(metadata.dtype)
+    with torch.enable_grad():
+        try:
+            got = run(grads, batched=True)
+        except RuntimeError:  # what vmap cannot do
+            each = [run(g, batched=False) for g in grads]
+            got = tuple(
+                None if parts[0] is None else torch.stack([p for p in parts if p is not None])
+                for parts in zip(*each, strict=True)
+            )
+    for leaf, g in zip(leaves, got, strict=True):
+        yield leaf.new_zeros(len(grads), *leaf.shape) if g is None else g.detach()

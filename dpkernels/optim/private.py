@@ -33,7 +33,7 @@ class Privacy:
         max_grad_norm: the bound C on an example's gradient norm over all parameters together.
         ledger: where spent steps are recorded; by default one in memory, bound to the plan's budget.
         seed: makes the noise reproducible, for tests. The run is then not private, and says so.
-        memory, loss_reduction: as for :class:`dpkernels.GhostClipper`.
+        loss_reduction: as for :class:`dpkernels.GhostClipper`.
     """
 
     plan: Plan | None = None
@@ -42,7 +42,6 @@ class Privacy:
     batch_size: int | None = None
     ledger: Ledger | None = None
     seed: int | None = None
-    memory: Literal["keep", "lean"] = "keep"
     loss_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
@@ -110,7 +109,7 @@ class PrivateOptimizer(Optimizer):
         self._clipped = False  # the physical batch at hand is in the accumulator
         assert privacy.max_grad_norm is not None
         self._clipper = GhostClipper(  # last: what failed above leaves the model as it was
-            model, privacy.max_grad_norm, memory=privacy.memory, loss_reduction=privacy.loss_reduction
+            model, privacy.max_grad_norm, loss_reduction=privacy.loss_reduction
         )
         if privacy.plan is not None and (refusal := privacy.plan.claim(privacy.plan.steps * self.noise_error).refusal):
             warnings.warn(f"no epsilon will be stated at the plan's delta: {refusal}", stacklevel=3)

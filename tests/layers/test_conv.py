@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpkernels.clipping import GhostClipper, UnsupportedModelError
-from dpkernels.layers.conv import ConvLayer
 from tests.clipping.oracle import assert_equals_the_loop, cross_entropy, deviation, one_example_loop
 from tests.configurations import CLASSES, CONV, Framed
 
