@@ -131,7 +131,8 @@ class GhostClipper:
             )
         if batch == 0:
             return self._clip([], 0)
-        return self._clip([(GradientEdge(losses.grad_fn, losses.output_nr), torch.ones_like(losses), Ownership(batch))], batch)
+        edge = GradientEdge(losses.grad_fn, losses.output_nr)
+        return self._clip([(edge, torch.ones_like(losses), Ownership(batch))], batch)
 
     def take(self) -> ClippedSum:
         """The result of the ordinary ``loss.backward()`` that just ran; see :meth:`backward` for what that raises.
@@ -167,12 +168,12 @@ class GhostClipper:
         """Whether a leaf of a graph is a parameter that is clipped."""
         return id(leaf) in self._parameters
 
-    def ordinary_backward(self, read_loss: loss.ReadLoss) -> None:
+    def ordinary_backward(self, read_loss: loss.ReadLoss, keep_graph: bool = False) -> None:
         """What stands in for ``loss.backward()`` where the loss reaches the model: leaves a result to :meth:`take`."""
         self._require_taken()
         reduced = read_loss(self.loss_reduction, self.expected_rows)
         loss.require_same(reduced.weights, self._loss_weights)
-        self._result = self._clip(reduced.roots, reduced.batch)
+        self._result = self._clip(reduced.roots, reduced.batch, batch_first=True, keep_graph=keep_graph)
         self._loss_weights = reduced.weights or self._loss_weights
 
     def _require_taken(self) -> None:
@@ -184,7 +185,9 @@ class GhostClipper:
 
     # ---- both passes ------------------------------------------------------------------------------------------------
 
-    def _clip(self, roots: Sequence[Root], batch: int) -> ClippedSum:
+    def _clip(
+        self, roots: Sequence[Root], batch: int, *, batch_first: bool = False, keep_graph: bool = False
+    ) -> ClippedSum:
         trainable = {id(p): p for _, p in self._parameters.values() if p.requires_grad}
         if batch == 0:
             zeros = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.trainable().items()}
@@ -192,9 +195,11 @@ class GhostClipper:
             return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64, device=device), 0, self.l2_bound)
         graph = read([edge.node for edge, _, _ in roots])
         plan = self._plan(graph, trainable, roots, batch)
+        if batch_first and batch > 1:
+            _require_batch_first(plan)
         _mark(graph, plan)
         gathered = _Pass(graph, plan, batch)
-        gathered.run(roots)
+        gathered.run(roots, keep_graph)
         factors, norms = clip_factors(gathered.squared_norms(), max_grad_norm=self.max_grad_norm)
         sums = gathered.clipped_sums(factors)
         grads = {name: sums[id(p)].reshape(p.shape) for name, p in self.trainable().items()}
@@ -211,7 +216,8 @@ class GhostClipper:
             self._plans[key] = plan
             return plan
         shapes = _shapes(graph, plan, batch)
-        if plan.routes or shapes not in plan.shapes or not all(use.settled for use in plan.uses):
+        switched = any(bool(graph.nodes[n]._saved_training) != training for n, training in plan.switches)
+        if switched or plan.routes or shapes not in plan.shapes or not all(use.settled for use in plan.uses):
             self._prove(graph, plan, roots, batch)
         return plan
 
@@ -310,6 +316,17 @@ def _shapes(graph: Graph, plan: Plan, batch: int) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def _require_batch_first(plan: Plan) -> None:
+    """A scalar does not say which example is which, but that the first dimension of what it reduces is the batch. So
+    it must be somewhere in the model. One loss per example says it, whatever the model's layout."""
+    owners = [use.owners[0][0] for use in plan.uses if use.owners and use.owners[0]]
+    if not any(owner.dim == 0 and owner.outer == 1 for owner in owners):
+        raise UncapturedError(
+            "an ordinary loss.backward() needs the batch in the first dimension of the model's tensors, and here it is "
+            "in another everywhere. Call optimizer.backward(losses) with one loss per example (reduction='none')."
+        )
+
+
 def _mark(graph: Graph, plan: Plan) -> None:
     """Refuse a graph that was clipped before, and remember that this one is."""
     for use in plan.uses:
@@ -330,7 +347,7 @@ class _Pass:
 
     # ---- pass 1
 
-    def run(self, roots: Sequence[Root]) -> None:
+    def run(self, roots: Sequence[Root], keep_graph: bool) -> None:
         """Autograd for the gradients of the uses' outputs; each use is taken as its gradient comes by."""
         edges, last, handles = [], [], []
         for use in self.plan.uses:
@@ -342,7 +359,11 @@ class _Pass:
                 handles.append(node.register_prehook(partial(self._hook, use)))
         try:
             got: Sequence[Tensor | None] = torch.autograd.grad(
-                [edge for edge, _, _ in roots], edges, [g for _, g, _ in roots], allow_unused=True
+                [edge for edge, _, _ in roots],
+                edges,
+                [g for _, g, _ in roots],
+                retain_graph=keep_graph,
+                allow_unused=True,
             )
         finally:
             for handle in handles:

@@ -45,6 +45,7 @@ _PICKING = {
     "IndexSelect": "index",
     "Gather": "index",
 }
+_SWITCHED = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 #: Nodes that choose rows by data, and the attribute that tells along which dimension.
 ROUTING = {
     "Index": None,
@@ -133,6 +134,7 @@ class Plan:
 
     uses: list[Use]
     routes: list[int]  # nodes that choose rows by data
+    switches: list[tuple[int, bool]]  # nodes with a training mode, and whether they were in it
     shapes: set[tuple[Any, ...]] = field(default_factory=set)  # of the uses, without the batch: proved
     shared_uses: dict[int, int] = field(default_factory=dict)  # parameter -> number of uses, where several
 
@@ -202,7 +204,8 @@ def make_plan(
         for operand in use.operands:
             for parameter in operand.parameters:
                 counts[parameter] = counts.get(parameter, 0) + 1
-    return Plan(list(uses.values()), routes, shared_uses={p: n for p, n in counts.items() if n > 1})
+    switches = [(n, bool(graph.nodes[n]._saved_training)) for n, kind in enumerate(kinds) if kind in _SWITCHED]
+    return Plan(list(uses.values()), routes, switches, shared_uses={p: n for p, n in counts.items() if n > 1})
 
 
 def _leaf(node: Any) -> torch.Tensor | None:

@@ -49,7 +49,7 @@ class Listener(Protocol):
     def owns(self, leaf: object) -> bool:
         """Whether a leaf of a graph is a parameter that is clipped."""
 
-    def ordinary_backward(self, read_loss: ReadLoss) -> None:
+    def ordinary_backward(self, read_loss: ReadLoss, keep_graph: bool) -> None:
         """Called instead of a backward that would reach such a leaf."""
 
 
@@ -122,10 +122,17 @@ def _reading(backward: Any) -> Any:
             )
         (clipper,) = reached
         others = [leaf for leaf in leaves if not clipper.owns(leaf) and not isinstance(leaf, torch.nn.Parameter)]
-        if others:  # inputs that require a gradient get it as ever
-            backward(tensors, grad_tensors, True, False, None, others)
         given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or ())
-        clipper.ordinary_backward(functools.partial(_reduced, losses, given))
+        try:
+            clipper.ordinary_backward(
+                functools.partial(_reduced, losses, given), keep_graph=bool(retain_graph) or bool(others)
+            )
+        except RuntimeError as error:
+            if others:
+                error.add_note("For the gradients of inputs alone call torch.autograd.grad(loss, inputs).")
+            raise
+        if others:  # inputs that require a gradient get it as ever
+            backward(tensors, grad_tensors, retain_graph, False, None, others)
         return None
 
     reading._reads_losses = True  # type: ignore[attr-defined]

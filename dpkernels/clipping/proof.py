@@ -26,9 +26,12 @@ from dpkernels.layers.ownership import candidates
 
 Root = tuple[Any, Tensor, Ownership]  # (edge, gradient there, whose its rows are)
 
-#: Exponents are below this; float16 has few.
-_EXPONENTS = {torch.float16: 4}
-_MOST_EXPONENTS = 20
+#: Exponents e_i lie in a range of so many around 0, and where something may have vanished below the range of numbers
+#: everything is looked at again this many powers of two higher. float16 has few.
+_EXPONENTS, _HIGHER = 20, 60
+_EXPONENTS_HALF, _HIGHER_HALF = 4, 8
+
+_Pair = tuple[Tensor | None, Tensor | None]  # an output's gradient, and the one of weighted losses
 
 
 def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) -> list[Use]:
@@ -39,49 +42,83 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) 
     Returns:
         The uses of which no dimension belongs to single examples.
     """
-    least = min((_EXPONENTS.get(g.dtype, _MOST_EXPONENTS) for _, g, _ in roots), default=_MOST_EXPONENTS)
+    half = any(g.dtype == torch.float16 for _, g, _ in roots)
+    count, higher = (_EXPONENTS_HALF, _HIGHER_HALF) if half else (_EXPONENTS, _HIGHER)
     random = torch.Generator().manual_seed(batch)  # the user's stream of random numbers stays as it is
-    exponents = torch.randperm(batch, generator=random) % least
+    exponents = torch.randperm(batch, generator=random) % count - count // 2
     weights = torch.ldexp(torch.ones(batch, dtype=torch.float64), exponents)
-    edges = [GradientEdge(graph.nodes[use.node], output) for use in uses for output in range(use.outputs)]
-    plain = _gradients(roots, edges, [g for _, g, _ in roots])
-    weighted = _gradients(roots, edges, [g * owner.column(weights.to(g), g.dim()) for _, g, owner in roots])
-    failed, position = [], 0
-    for use in uses:
-        pairs = [(g, h) for g, h in zip(plain[position:], weighted[position:], strict=True)][: use.outputs]
-        position += use.outputs
-        if not _narrow(use, pairs, weights, batch):
-            failed.append(use)
+    counted = torch.ones(batch, dtype=torch.bool)
+    seen = _pairs(graph, uses, roots, weights, 0)
+    failed = [use for use, pairs in zip(uses, seen, strict=True) if not _narrow(use, [pairs], weights, counted)]
+    if failed:
+        # Examples that overflow somewhere are in no sum by now, and their gradients elsewhere may be anything.
+        first = [pairs for use, pairs in zip(uses, seen, strict=True) if use in failed]
+        again = _pairs(graph, failed, roots, weights, higher)
+        failed = [
+            use
+            for use, *pairs in zip(failed, first, again, strict=True)
+            if not _narrow(use, pairs, weights, counted)
+        ]
     return failed
+
+
+def _pairs(
+    graph: Graph, uses: Sequence[Use], roots: Sequence[Root], weights: Tensor, exponent: int
+) -> list[list[_Pair]]:
+    """For each use, its outputs' gradients of losses that are all multiplied by 2^exponent."""
+    edges = [GradientEdge(graph.nodes[use.node], output) for use in uses for output in range(use.outputs)]
+    starts = [torch.ldexp(g, torch.tensor(exponent, device=g.device)).to(g.dtype) for _, g, _ in roots]
+    plain = _gradients(roots, edges, starts)
+    tagged = [
+        g * owner.column(weights.to(g), g.dim()) for g, (_, _, owner) in zip(starts, roots, strict=True)
+    ]
+    both = iter(zip(plain, _gradients(roots, edges, tagged), strict=True))
+    return [[next(both) for _ in range(use.outputs)] for use in uses]
 
 
 def _gradients(roots: Sequence[Root], edges: list[Any], grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     return torch.autograd.grad([edge for edge, _, _ in roots], edges, grads, retain_graph=True, allow_unused=True)
 
 
-def _narrow(use: Use, pairs: list[tuple[Tensor | None, Tensor | None]], weights: Tensor, batch: int) -> bool:
-    """Drop the owners of a use that its gradients contradict; whether every output has one left."""
-    owners = use.owners or [[] for _ in pairs]
+def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Tensor) -> bool:
+    """Drop the owners of a use that its gradients contradict in every look; whether every output has one left.
+
+    Takes examples with non-finite gradients out of ``counted``.
+    """
+    batch = len(weights)
+    owners = [list(known) for known in use.owners] or [[] for _ in range(use.outputs)]
     settled = batch > 1
-    for output, (g, h) in enumerate(pairs):
-        if g is None or h is None:
+    for output in range(use.outputs):
+        pairs = [(g, h) for look in looks for g, h in [look[output]] if g is not None and h is not None]
+        if not pairs:
             continue
+        g, h = pairs[0]
         shape = tuple(g.shape)
         left = [resized for owner in owners[output] if (resized := owner.resized(shape, batch)) is not None]
-        left = [o for o in left or candidates(shape, batch) if _agrees(o, g, h, weights)]
+        left = [o for o in left or candidates(shape, batch) if _agrees(o, pairs, weights, counted)]
         owners[output] = left
         if not left:
             return False
-        seen = left[0].rows(g).flatten(1).ne(0).any(1).cpu()
+        rows = left[0].rows(g).flatten(1)
+        seen = rows.ne(0).any(1).cpu()
         settled &= len(left) == 1 and len(weights[seen].unique()) > 1
+        counted &= rows.isfinite().all(1).cpu() & left[0].rows(h).flatten(1).isfinite().all(1).cpu()
     use.owners, use.settled = owners, settled
     return True
 
 
-def _agrees(owner: Ownership, g: Tensor, h: Tensor, weights: Tensor) -> bool:
-    """Whether every row of ``h`` is that of ``g`` times the weight of the example that owns it."""
-    expected = g * owner.column(weights.to(g), g.dim())
-    telling = torch.finfo(g.dtype).tiny * float(weights.max())
-    differs = (expected != h) & expected.isfinite() & h.isfinite()
-    differs &= (expected.abs() > telling) | (h.abs() > telling)
-    return not bool(differs.any())
+def _agrees(owner: Ownership, pairs: Sequence[tuple[Tensor, Tensor]], weights: Tensor, counted: Tensor) -> bool:
+    """Whether each value of ``h`` is that of ``g`` times the weight of the example that owns it, in one of the looks."""
+    wrong: Tensor | None = None
+    for g, h in pairs:
+        expected = g * owner.column(weights.to(g), g.dim())
+        telling = torch.finfo(g.dtype).tiny * float(weights.max() / weights.min())
+        differs = (expected != h) & expected.isfinite() & h.isfinite()
+        differs &= (expected.abs() > telling) | (h.abs() > telling)
+        if wrong is not None:  # right in this look counts only where it could have been wrong
+            differs = wrong & (differs | ~(expected.isfinite() & h.isfinite()))
+        wrong = differs
+    assert wrong is not None
+    if not bool(counted.all()):
+        wrong = wrong & owner.column(counted.to(wrong.device), wrong.dim())
+    return not bool(wrong.any())
