@@ -20,15 +20,18 @@ from torch.autograd.graph import GradientEdge
 
 from dpkernels.clipping import joint, loss, rounding
 from dpkernels.clipping.graph import Graph, Operand, Plan, UncapturedError, Use, gradient_edge, make_plan, read
+from dpkernels.clipping.patch import patch, unpatch
 from dpkernels.clipping.products import require_apart
 from dpkernels.clipping.proof import Root, prove
 from dpkernels.clipping.saved import readable_twice
 from dpkernels.clipping.survey import survey
 from dpkernels.layers import STORED, Ownership, Record, SelectedRule, stored
 from dpkernels.layers.moves import pull
+from dpkernels.layers.skinny import forward_of, is_skinny
 from dpkernels.ops.clip import clip_factors, require_max_grad_norm
 
 _MOST_PLANS = 64
+Observer = Callable[[Record, dict[str, str]], None]
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class GhostClipper:
     """Clips per-example gradients of ``model`` to L2 norm ``max_grad_norm`` over all its trainable parameters.
 
     Use ``result = clipper.backward(losses)`` with one loss per example, or an ordinary ``loss.backward()`` followed by
-    ``result = clipper.take()``. Nothing of the model is changed: parameters are found in autograd's graph, whatever
-    calls them.
+    ``result = clipper.take()``. Parameters are found in autograd's graph, whatever calls them; of the model only the
+    forward of linear layers with few outputs and many inputs is replaced, by a faster one, until :meth:`detach`.
 
     Args:
         model: any module. Operations without a rule of their own are handled exactly, but slowly.
@@ -81,10 +84,15 @@ class GhostClipper:
         self.loss_reduction = loss_reduction
         #: Number of examples in the physical batch, where somebody announced it; else the losses tell.
         self.expected_rows: int | None = None
+        #: Called with every record and the names of its operands' parameters, before the record is consumed.
+        self.observer: Observer | None = None
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._result: ClippedSum | None = None  # of an ordinary backward
         self._loss_weights: tuple[float, ...] = ()  # of the last one's parts
+        self._patched = [module for module in model.modules() if is_skinny(module)]
+        for module in self._patched:
+            patch(module, forward_of(module))  # type: ignore[arg-type]
         loss.listen(self)
 
     @property
@@ -129,7 +137,7 @@ class GhostClipper:
             raise RuntimeError(
                 "losses must be computed from the model's parameters with gradients enabled: no parameter took part"
             )
-        if batch == 0:
+        if losses.grad_fn is None or batch == 0:
             return self._clip([], 0)
         edge = GradientEdge(losses.grad_fn, losses.output_nr)
         return self._clip([(edge, torch.ones_like(losses), Ownership(batch))], batch)
@@ -150,7 +158,10 @@ class GhostClipper:
         self._result = None
 
     def detach(self) -> None:
-        """End this clipper's part in ordinary backward calls."""
+        """Leave the model as it was, and ordinary backward calls to torch."""
+        for module in self._patched:
+            unpatch(module)
+        self._patched = []
         loss.forget(self)
         self.discard()
 
@@ -198,12 +209,17 @@ class GhostClipper:
         if batch_first and batch > 1:
             _require_batch_first(plan)
         _mark(graph, plan)
-        gathered = _Pass(graph, plan, batch)
+        gathered = _Pass(graph, plan, batch, self._observe)
         gathered.run(roots, keep_graph)
         factors, norms = clip_factors(gathered.squared_norms(), max_grad_norm=self.max_grad_norm)
         sums = gathered.clipped_sums(factors)
         grads = {name: sums[id(p)].reshape(p.shape) for name, p in self.trainable().items()}
         return ClippedSum(grads, norms, batch, self.l2_bound)
+
+    def _observe(self, record: Record, operands: Sequence[Operand]) -> None:
+        if self.observer is not None:
+            seen = replace(record, per_example=dict(record.per_example))
+            self.observer(seen, {o.name: self._parameters[p][0] for o in operands for p in o.parameters})
 
     def _plan(self, graph: Graph, trainable: dict[int, nn.Parameter], roots: Sequence[Root], batch: int) -> Plan:
         """The plan for a graph, proved for its shapes."""
@@ -253,8 +269,9 @@ class GhostClipper:
             f"the gradients of {', '.join(named[:6])}{' and others' if len(named) > 6 else ''} (operation {what}) are "
             f"no sums over the {batch} examples: an example's loss changes what the model computes for another, or the "
             "rows of some tensor were reordered or merged so that they are no single example's. Batch normalization, "
-            "losses over pairs or over the whole batch, sorting and shuffling do that. Let every example's loss depend "
-            "on that example alone, in the order of the batch."
+            "losses over pairs or over the whole batch, sorting and shuffling do that, and packed sequences (pad "
+            "sequences to one length instead). Let every example's loss depend on that example alone, in the order of "
+            "the batch."
         )
 
     def _require_all(self, graph: Graph, plan: Plan, trainable: dict[int, nn.Parameter]) -> None:
@@ -263,8 +280,8 @@ class GhostClipper:
         kinds = {type(node).__name__ for node in graph.nodes}
         if "CheckpointFunctionBackward" in kinds:
             raise UncapturedError(
-                "activation checkpointing with use_reentrant=True hides a part of the model from the losses' graph: pass "
-                "use_reentrant=False to torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs="
+                "activation checkpointing with use_reentrant=True hides a part of the model from the losses' graph: "
+                "pass use_reentrant=False to torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs="
                 "{'use_reentrant': False} in transformers)"
             )
         if any("CompiledFunction" in kind for kind in kinds):
@@ -285,9 +302,9 @@ class GhostClipper:
                     f"the losses depend on parameter {names[0]!r}, which was added after the engine was attached: "
                     "construct the optimizer anew"
                     if names
-                    else f"the losses depend on a trainable parameter of shape {tuple(leaf.shape)} outside of the model "
-                    "that is clipped: make it a part of the model, freeze it with requires_grad_(False), or detach() "
-                    "what it computes"
+                    else f"the losses depend on a trainable parameter of shape {tuple(leaf.shape)} outside of the "
+                    "model that is clipped: make it a part of the model, freeze it with requires_grad_(False), or "
+                    "detach() what it computes"
                 )
 
 
@@ -339,8 +356,10 @@ def _mark(graph: Graph, plan: Plan) -> None:
 class _Pass:
     """What is gathered of one physical batch, from its backward to its clipped sums."""
 
-    def __init__(self, graph: Graph, plan: Plan, batch: int) -> None:
-        self.graph, self.plan, self.batch = graph, plan, batch
+    def __init__(
+        self, graph: Graph, plan: Plan, batch: int, observe: Callable[[Record, Sequence[Operand]], None]
+    ) -> None:
+        self.graph, self.plan, self.batch, self._observe = graph, plan, batch, observe
         self._own: list[tuple[Record, list[tuple[Operand | None, int, str]], Tensor]] = []
         self._shared: dict[int, list[joint.Part]] = defaultdict(list)
         self._busy = False  # a node's own backward runs
@@ -388,9 +407,12 @@ class _Pass:
             moved = tuple(o for o in use.operands if o.moves is not None)
             computed = tuple(o for o in use.operands if o.moves is None)
             if moved:
-                self._keep(self._record(use, moved, grads), moved)
+                record = self._record(use, moved, grads)
+                self._observe(record, moved)
+                self._keep(record, moved)
             for operand in computed:
                 record = self._record(use, (operand,), grads)
+                self._observe(record, (operand,))
                 self._pull_back(operand, record)
 
     def _record(self, use: Use, operands: tuple[Operand, ...], grads: Sequence[Tensor | None]) -> Record:
@@ -405,7 +427,7 @@ class _Pass:
         return record
 
     def _keep(self, record: Record, operands: tuple[Operand, ...]) -> None:
-        own = []
+        own: list[tuple[Operand | None, int, str]] = []
         for operand in operands:
             (parameter,) = operand.parameters
             if parameter in self.plan.shared_uses:
@@ -462,7 +484,7 @@ class _Pass:
         finally:
             self._busy = False
         rows = {name: torch.stack(each) for name, each in per_example.items()}
-        return Record(STORED, (), given[0][1].new_empty(self.batch, 0), rows)
+        return Record(STORED, (), given[0][1].new_empty(self.batch, 0), frozenset(rows), rows)
 
     # ---- between the passes
 

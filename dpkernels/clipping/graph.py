@@ -12,7 +12,6 @@ copy of its own (an expansion), it is first taken for a use, and counts as share
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +35,11 @@ _KEPT: dict[str, dict[int, str]] = {
     "Addmm": {0: "", 1: "mat1", 2: "mat2"},
     "Bmm": {0: "self", 1: "mat2"},
     "Convolution": {0: "input"},
-} | dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), {0: "input"})
+    "_SkinnyLinear": {0: ""},
+    "NativeLayerNorm": {0: "input"},
+    "NativeGroupNorm": {0: "input"},
+    "NativeBatchNorm": {0: "input"},
+}
 #: Where these keep what is no differentiable input at all.
 _PICKING = {
     "Embedding": "indices",
@@ -287,6 +290,8 @@ def _brings_batch(graph: Graph, number: int, kind: str, batch: int, constants: f
         return any(t is None for t in kept) and shape not in shapes
     if kind in ("Expand", "Repeat"):
         return None if fits else False
+    if kind == "Scatter" and len(shape) == 1:  # selected entries of a weight
+        return not _constant(node._saved_index, constants)
     # Elementwise: what does not stretch a shared value has no rows of examples in it.
     return bool(without) and shape not in shapes
 

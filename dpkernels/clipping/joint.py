@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpkernels.layers import Record
 from dpkernels.layers.embedding import EmbeddingRule
-from dpkernels.layers.linear import LeftLinearRule, LinearRule
+from dpkernels.layers.linear import LinearRule
 from dpkernels.layers.moves import Move, Permuted, Sliced, pull
 from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
 
@@ -49,16 +49,12 @@ def clipped_sum(parts: list[Part], factors: Tensor) -> Tensor:
             pull(p.moves, p.record.rule.clipped_sums(p.record, factors, frozenset({p.operand}))[p.operand], 0)
             for p in parts
         ]
-        total = sums[0]
-        for other in sums[1:]:
-            total = total + other
-        return total
-    total = None
+        return torch.stack(sums).sum(0)
+    sums = []
     for start, gradients in _totals(parts, len(factors)):
-        some = weighted_row_sum(gradients.reshape(len(gradients), -1), factors[start : start + len(gradients)])
-        total = some if total is None else total + some
-    assert total is not None
-    return total.view(gradients.shape[1:])
+        rows = gradients.reshape(len(gradients), -1)
+        sums.append(weighted_row_sum(rows, factors[start : start + len(rows)]).view(gradients.shape[1:]))
+    return torch.stack(sums).sum(0)
 
 
 def _apart(parts: list[Part]) -> bool:
@@ -69,7 +65,9 @@ def _apart(parts: list[Part]) -> bool:
 
 def _joined(parts: list[Part]) -> Record | None:
     first = parts[0]
-    same = all(p.record.rule is first.record.rule and p.moves == first.moves and p.operand == first.operand for p in parts)
+    same = all(
+        p.record.rule is first.record.rule and p.moves == first.moves and p.operand == first.operand for p in parts
+    )
     return first.record.rule.joined([p.record for p in parts], first.operand) if same else None
 
 
@@ -87,8 +85,8 @@ def _tied(parts: list[Part]) -> tuple[Record, Record] | None:
 def _tied_norms(linear: Record, embedding: Record) -> Tensor:
     """``||L||^2 + ||E||^2 + 2 <L, E>`` with ``<L, E> = sum_ts g_t[v_s] (a_t . e_s)`` in float64.
 
-    The clipped sum of L may round by ``||dL|| <= eps S``, S = sum_t ||a_t|| ||g_t||, which its own norm covers as far as
-    L alone goes; what is added covers ``2 ||dL|| ||E||``.
+    The clipped sum of L may round by ``||dL|| <= eps S``, S = sum_t ||a_t|| ||g_t||, which its own norm covers as far
+    as L alone goes; what is added covers ``2 ||dL|| ||E||``.
     """
     (a,), g = linear.saved, linear.output_grad
     (indices,), e = embedding.saved, embedding.output_grad

@@ -2,10 +2,10 @@
 
 Clipping bounds one example's share only if no other example changes that share before it is clipped. A mean that
 divides by class weights of the whole batch, or the root of a mean, lets every example change all the others'. So from
-the first clipper on ``torch.autograd.backward`` is wrapped, and a loss that reaches a clipped model is read: between the
-scalar and the losses that were reduced there may be sums, means and factors by numbers alone. The backward then starts
-below these, with what the reduction gives each entry of one example's own loss: a mean over a batch is never divided by
-its size, which would round every example's gradient by how many others there are.
+the first clipper on ``torch.autograd.backward`` is wrapped, and a loss that reaches a clipped model is read: between
+the scalar and the losses that were reduced there may be sums, means and factors by numbers alone. The backward then
+starts below these, with what the reduction gives each entry of one example's own loss: a mean over a batch is never
+divided by its size, which would round every example's gradient by how many others there are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpkernels.clipping.graph import kind_of, read
+from dpkernels.clipping.graph import kind_of, read, shape_of
 from dpkernels.clipping.proof import Root
 from dpkernels.layers import Ownership
 
@@ -128,9 +128,11 @@ def _reading(backward: Any) -> Any:
                 functools.partial(_reduced, losses, given), keep_graph=bool(retain_graph) or bool(others)
             )
         except RuntimeError as error:
-            if others:
-                error.add_note("For the gradients of inputs alone call torch.autograd.grad(loss, inputs).")
-            raise
+            if not others:
+                raise
+            raise RuntimeError(
+                f"{error} For the gradients of inputs alone call torch.autograd.grad(loss, inputs)."
+            ) from error
         if others:  # inputs that require a gradient get it as ever
             backward(tensors, grad_tensors, retain_graph, False, None, others)
         return None
@@ -175,10 +177,10 @@ def _reduced(losses: list[Any], given: Sequence[Tensor | None], reduction: Reduc
     """
     if any(g is not None for g in given):
         raise RuntimeError(f"backward(gradient=...) hides how the examples are weighted. {_FIX}")
+    if rows == 0 or (rows is None and _empty(losses)):  # nobody's share could change
+        return Reduced([], 0, ())
     parts = [part for loss in losses if loss.grad_fn is not None for part in _parts(loss.grad_fn)]
     batch = rows if rows is not None else min((p.shape[0] for p in parts if p.shape), default=1)
-    if batch == 0:  # nobody's share could change
-        return Reduced([], 0, ())
     roots: list[Root] = []
     weights = []
     for part in parts:
@@ -192,6 +194,14 @@ def _reduced(losses: list[Any], given: Sequence[Tensor | None], reduction: Reduc
             if (g := gradient(entry)) is not None:
                 roots.append((edge, g, owner))
     return Reduced(roots, batch, tuple(weights))
+
+
+def _empty(losses: list[Any]) -> bool:
+    """Whether what was reduced has no entries: the scalar is 0 or not a number then."""
+    if all(bool(loss.isfinite().all()) and bool(loss.any()) for loss in losses):
+        return False
+    graph = read([loss.grad_fn for loss in losses if loss.grad_fn is not None])
+    return any(0 in shape_of(node) for node in graph.nodes if getattr(node, "variable", None) is None)
 
 
 def _require_plain(part: _Part, reduction: Reduction, rows: int) -> None:
@@ -217,8 +227,8 @@ def _parts(node: Any, divisors: tuple[float, ...] = (), factor: float = 1.0, mea
     if kind == "AccumulateGrad":
         if node.variable.requires_grad:
             raise RuntimeError(
-                "a part of the loss depends on parameters alone, not on an example (a penalty on weights): it cannot be "
-                f"clipped per example. Use weight_decay instead. {_FIX}"
+                "a part of the loss depends on parameters alone, not on an example (a penalty on weights): it cannot "
+                f"be clipped per example. Use weight_decay instead. {_FIX}"
             )
         return
     if kind in ("Mean", "Sum"):
@@ -305,7 +315,7 @@ class _Unreduced:
         """A tensor with as many entries as were reduced."""
         kind = kind_of(node)
         if kind in ("NllLoss", "NllLoss2D", "MultiMarginLoss"):
-            return node._saved_target  # type: ignore[no-any-return]
+            return node._saved_target
         x: Tensor = node._saved_self
         if kind == "MultilabelMarginLoss":
             return x[..., 0] if x.dim() > 1 else x[:1].sum()

@@ -2,9 +2,10 @@
 
 Clipping an example needs its gradient alone. That a tensor's rows belong to single examples does not follow from its
 size: as many positions as examples, rows merged with time first, rows sorted, or statistics of the batch look alike.
-So example i's loss is multiplied by 2^e_i, e_i random. A row that belongs to example i alone then is exactly 2^e_i times
-itself, since every operation of a backward is linear in its gradient and multiplication by a power of two commutes with
-rounding, overflow and underflow apart. A row that others' losses reach, too, is not: equality to the bit is asked for.
+So example i's loss is multiplied by 2^e_i, e_i random. A row that belongs to example i alone then is exactly 2^e_i
+times itself, since every operation of a backward is linear in its gradient and multiplication by a power of two
+commutes with rounding, overflow and underflow apart. A row that others' losses reach, too, is not: equality to the bit
+is asked for.
 Entries so small that they may have lost bits by underflow, and non-finite ones, say nothing and are passed over.
 
 A gradient that is zero says nothing either. A use of a parameter is *settled* once rows of two examples with different
@@ -55,9 +56,7 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) 
         first = [pairs for use, pairs in zip(uses, seen, strict=True) if use in failed]
         again = _pairs(graph, failed, roots, weights, higher)
         failed = [
-            use
-            for use, *pairs in zip(failed, first, again, strict=True)
-            if not _narrow(use, pairs, weights, counted)
+            use for use, *pairs in zip(failed, first, again, strict=True) if not _narrow(use, pairs, weights, counted)
         ]
     return failed
 
@@ -69,9 +68,7 @@ def _pairs(
     edges = [GradientEdge(graph.nodes[use.node], output) for use in uses for output in range(use.outputs)]
     starts = [torch.ldexp(g, torch.tensor(exponent, device=g.device)).to(g.dtype) for _, g, _ in roots]
     plain = _gradients(roots, edges, starts)
-    tagged = [
-        g * owner.column(weights.to(g), g.dim()) for g, (_, _, owner) in zip(starts, roots, strict=True)
-    ]
+    tagged = [g * owner.column(weights.to(g), g.dim()) for g, (_, _, owner) in zip(starts, roots, strict=True)]
     both = iter(zip(plain, _gradients(roots, edges, tagged), strict=True))
     return [[next(both) for _ in range(use.outputs)] for use in uses]
 
@@ -108,7 +105,7 @@ def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Te
 
 
 def _agrees(owner: Ownership, pairs: Sequence[tuple[Tensor, Tensor]], weights: Tensor, counted: Tensor) -> bool:
-    """Whether each value of ``h`` is that of ``g`` times the weight of the example that owns it, in one of the looks."""
+    """Whether each value of ``h`` is that of ``g`` times the weight of its example, in one look at least."""
     wrong: Tensor | None = None
     for g, h in pairs:
         expected = g * owner.column(weights.to(g), g.dim())

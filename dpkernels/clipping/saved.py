@@ -1,6 +1,5 @@
 """Tensors that nodes saved, read before the nodes themselves read them."""
 
-import functools
 from typing import Any
 
 
@@ -12,14 +11,15 @@ class _Kept(dict[Any, Any]):
             super().__setitem__(key, value)
 
 
-@functools.cache
-def _packed(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+_packed: dict[type, tuple[str, ...]] = {}  # for each type of node, the attributes that show what hooks packed
 
 
 def readable_twice(node: Any) -> None:
     """Let saved tensors of a node under non-reentrant checkpointing be read by the engine and then by the node."""
-    for attribute in _packed(type(node)):
+    kind = type(node)
+    if kind not in _packed:
+        _packed[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for attribute in _packed[kind]:
         try:
             held = getattr(node, attribute).data
         except (RuntimeError, AttributeError):  # nothing packs the saved tensors

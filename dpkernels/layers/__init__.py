@@ -7,12 +7,14 @@ from dpkernels.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from dpkernels.layers.linear import LeftLinearRule, LinearRule
 from dpkernels.layers.norm import ChannelNormRule, FixedNormRule, PositionNormRule
 from dpkernels.layers.ownership import Ownership
+from dpkernels.layers.skinny import SkinnyLinearRule
 from dpkernels.layers.sparse import SelectedRule
 
 #: Every rule. The first that has all of a node's trainable operands and serves the node is taken.
 RULES: list[Rule] = [
     LinearRule(),
     LeftLinearRule(),
+    SkinnyLinearRule(),
     ConvRule(),
     ChannelNormRule(),
     PositionNormRule(),

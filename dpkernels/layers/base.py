@@ -27,6 +27,7 @@ class Record:
         rule: what computes with it.
         saved: what the operation kept of its forward.
         output_grad: gradient of the summed losses with respect to the output; may be expanded (strides 0).
+        operands: what it is about.
         per_example: operand -> its gradients [batch, *operand], where the rule stores them.
         settings: of the operation, such as a convolution's stride.
     """
@@ -34,6 +35,7 @@ class Record:
     rule: Rule
     saved: tuple[Tensor, ...]
     output_grad: Tensor
+    operands: frozenset[str]
     per_example: dict[str, Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -124,4 +126,4 @@ STORED = StoredRule()
 
 def stored(operand: str, gradients: Tensor) -> Record:
     """A record of the gradients [batch, *operand] themselves."""
-    return Record(STORED, (), gradients.new_empty(gradients.size(0), 0), {operand: gradients})
+    return Record(STORED, (), gradients.new_empty(gradients.size(0), 0), frozenset({operand}), {operand: gradients})

@@ -66,11 +66,11 @@ class BroadcastRule(StoredRule):
             if "Repeat" not in node.name():
                 rows = _sum_to(rows, shape, owner.dim, g.dim())
             per_example[operand] = rows.reshape(owner.batch, *shape)
-        return Record(STORED, (), g.new_empty(owner.batch, 0), per_example)
+        return Record(STORED, (), g.new_empty(owner.batch, 0), frozenset(shapes), per_example)
 
 
 def _sum_to(rows: Tensor, shape: tuple[int, ...], dim: int, dims: int) -> Tensor:
-    """Sum [batch, rows, *all dimensions but ``dim``] over the rows and what an operand of ``shape`` was stretched to."""
+    """Sum [batch, rows, *dimensions but ``dim``] over the rows and what an operand of ``shape`` was stretched to."""
     sizes = (1,) * (dims - len(shape)) + tuple(shape)
     sizes = sizes[:dim] + sizes[dim + 1 :]
     over = [1] if rows.size(1) > 1 else []

@@ -39,12 +39,12 @@ class ConvRule(Rule):
             one = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
             settings |= {name: (value, *settings[name]) for name, value in one.items()}
             x, g = (owner.rows(t).transpose(1, 2) for t in (x, g))
-        return Record(self, (x,), g, settings=settings | {"lifted": not owner.plain})
+        return Record(self, (x,), g, frozenset(shapes), settings=settings | {"lifted": not owner.plain})
 
     def plan(self, record: Record) -> ConvPlan:
         """What the cost model chose for the convolution of a record."""
         (x,), g = record.saved, record.output_grad
-        return conv_plan(tuple(x.shape[1:]), tuple(g.shape[1:]), tuple(_settings(record).values()))  # type: ignore[arg-type]
+        return conv_plan(tuple(x.shape[1:]), tuple(g.shape[1:]), tuple(_settings(record).values()))
 
     def squared_norms(
         self, record: Record, operands: frozenset[str], *, store: bool | None = None, strategy: str = "auto"

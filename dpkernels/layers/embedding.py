@@ -35,7 +35,7 @@ class EmbeddingRule(Rule):
     def lookup(self, indices: Tensor, g: Tensor, rows: int, padding_idx: int) -> Record:
         """The record of positions [batch, positions] of a table with ``rows`` rows, negative for no padding."""
         settings = {"rows": rows, "padding_idx": None if padding_idx < 0 else padding_idx}
-        return Record(self, (indices,), g.reshape(*indices.shape, -1), settings=settings)
+        return Record(self, (indices,), g.reshape(*indices.shape, -1), frozenset({"weight"}), settings=settings)
 
     def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
         (indices,) = record.saved
@@ -61,8 +61,10 @@ class EmbeddingRule(Rule):
         first = records[0].settings
         if any(record.settings != first for record in records):
             return None
-        indices, g = (torch.cat(parts, 1) for parts in zip(*((r.saved[0], r.output_grad) for r in records), strict=True))
-        return Record(self, (indices,), g, settings=first)
+        indices, g = (
+            torch.cat(parts, 1) for parts in zip(*((r.saved[0], r.output_grad) for r in records), strict=True)
+        )
+        return Record(self, (indices,), g, frozenset({operand}), settings=first)
 
 
 class EmbeddingBagRule(Rule):
@@ -86,7 +88,7 @@ class EmbeddingBagRule(Rule):
         saved = tuple(t.view(owner.batch, -1) for t in (node._saved_indices, scales) if t is not None)
         mode = ("sum", "mean")[node._saved_mode]
         settings = {"mode": mode, "padding_idx": None if padding_idx < 0 else padding_idx, "rows": shapes["weight"][0]}
-        return Record(self, saved, g, settings=settings)
+        return Record(self, saved, g, frozenset(shapes), settings=settings)
 
     def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
         return embedding_bag_squared_norms(record.saved[0], record.output_grad, **self._options(record))

@@ -30,8 +30,9 @@ class LinearRule(Rule):
         assert g is not None
         g = owner.rows(g)
         if "weight" not in shapes:
-            return Record(self, (g[..., :0],), g)
-        return Record(self, (owner.rows(node._saved_mat1 if "Addmm" in node.name() else node._saved_self),), g)
+            return Record(self, (g[..., :0],), g, frozenset(shapes))
+        x = node._saved_mat1 if "Addmm" in node.name() else node._saved_self
+        return Record(self, (owner.rows(x),), g, frozenset(shapes))
 
     def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
         (x,), g = record.saved, record.output_grad
@@ -48,7 +49,7 @@ class LinearRule(Rule):
 
     def joined(self, records: Sequence[Record], operand: str) -> Record | None:
         x, g = torch.cat([r.saved[0] for r in records], 1), torch.cat([r.output_grad for r in records], 1)
-        return Record(self, (x,), g)
+        return Record(self, (x,), g, frozenset({operand}))
 
 
 class LeftLinearRule(LinearRule):
@@ -65,7 +66,7 @@ class LeftLinearRule(LinearRule):
         (g,) = grads
         assert g is not None
         rows = Ownership(owner.batch, 0, owner.outer, owner.inner)
-        return Record(self, (rows.rows(node._saved_mat2.mT),), rows.rows(g.mT))
+        return Record(self, (rows.rows(node._saved_mat2.mT),), rows.rows(g.mT), frozenset(shapes))
 
     def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
         return {"weight": super().clipped_sums(record, weights, operands)["weight"].mT}

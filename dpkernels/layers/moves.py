@@ -1,7 +1,7 @@
 """How a parameter becomes an operand by being moved alone: views, transpositions, casts and slices.
 
-A move takes gradients of its output back to gradients of its input. Entries only change places, so that norms stay; what
-was left out by a slice has gradient 0. :class:`Picked` is the exception: it takes some entries out of a whole.
+A move takes gradients of its output back to gradients of its input. Entries only change places, so that norms stay;
+what was left out by a slice has gradient 0. :class:`Picked` is the exception: it takes some entries out of a whole.
 """
 
 from __future__ import annotations

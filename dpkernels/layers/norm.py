@@ -30,7 +30,7 @@ class _AffineNorm(StoredRule):
         weight, bias = self._gradients(node, g, owner)
         both = {"weight": weight, "bias": bias}
         per_example = {operand: both[operand].reshape(owner.batch, *shape) for operand, shape in shapes.items()}
-        return Record(STORED, (), weight.new_empty(owner.batch, 0), per_example)
+        return Record(STORED, (), weight.new_empty(owner.batch, 0), frozenset(shapes), per_example)
 
 
 class ChannelNormRule(_AffineNorm):

@@ -59,7 +59,7 @@ class _Sparse(nn.Module):
         """A dense module with the weights as they are now, and the same bias.
 
         Raises:
-            ValueError: this module has hooks or a clipper, which the dense one would not have.
+            ValueError: this module has hooks, which the dense one would not have.
         """
         _require_free(self)
         module = self.dense_type.__new__(self.dense_type)
@@ -76,7 +76,7 @@ class _Sparse(nn.Module):
 
 def _require_free(module: nn.Module) -> None:
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        raise ValueError("module must have no hooks and no GhostClipper: remove or detach them first")
+        raise ValueError("module must have no hooks and no forward of its own: remove them first")
 
 
 def _take_settings(module: nn.Module, other: nn.Module) -> None:
@@ -99,7 +99,7 @@ class SparseConv2d(_Sparse, nn.Conv2d):  # type: ignore[override]
         mask: bool in the weight's shape: true where the weight is trained. It may be true nowhere.
 
     Raises:
-        ValueError, TypeError: the module is of another type, has hooks or a clipper; the mask does not fit.
+        ValueError, TypeError: the module is of another type or has hooks; the mask does not fit.
     """
 
     dense_type = nn.Conv2d
@@ -140,7 +140,7 @@ class SelectedRule(Rule):
         record.settings["entries"] = entries
 
     def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
-        x, g, settings = self._operands(record)
+        x, g, settings = self.convolution(record)
         norms, _none, bias_grads = conv_squared_norms(x, g, weight=False, bias="bias" in operands, **settings)
         if bias_grads is not None:
             record.per_example["bias"] = bias_grads
@@ -158,7 +158,7 @@ class SelectedRule(Rule):
         sums = {operand: weighted_row_sum(grads, weights) for operand, grads in record.per_example.items()}
         left = operands - sums.keys()
         if left:
-            x, g, settings = self._operands(record)
+            x, g, settings = self.convolution(record)
             if "bias" in left:
                 sums["bias"] = conv_clipped_sums(x, g, weights, weight=False, **settings)[1]
             if "weight" in left:
@@ -169,12 +169,13 @@ class SelectedRule(Rule):
     def gradients(self, record: Record, operand: str) -> Tensor:
         if operand in record.per_example:
             return record.per_example[operand]
-        x, g, settings = self._operands(record)
+        x, g, settings = self.convolution(record)
         if operand == "bias":
             return g.flatten(2).sum(2, dtype=torch.float64)
         return sparse_gradients(x, g, record.settings["entries"], **settings)
 
-    def _operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def convolution(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Input and output gradient of the convolution, [batch, channels, *map], and its settings as keywords."""
         return record.saved[0], record.output_grad, {k: v for k, v in record.settings.items() if k != "entries"}
 
     def _parts(self, record: Record) -> tuple[Tensor, ...]:

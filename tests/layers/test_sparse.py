@@ -99,5 +99,3 @@ def test_what_does_not_fit_is_refused() -> None:
         SparseConv2d(dense, mask.float())
     with pytest.raises(ValueError, match=r"mask must have the weight's shape \(6, 4, 3, 3\), got \(4, 3, 3\)"):
         SparseConv2d(dense, mask[0])
-    with GhostClipper(dense, 1.0), pytest.raises(ValueError, match="module must have no hooks and no GhostClipper"):
-        SparseConv2d(dense, mask)
