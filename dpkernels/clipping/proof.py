@@ -48,11 +48,10 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) 
     random = torch.Generator().manual_seed(batch)  # the user's stream of random numbers stays as it is
     exponents = torch.randperm(batch, generator=random) % count - count // 2
     weights = torch.ldexp(torch.ones(batch, dtype=torch.float64), exponents)
-    counted = torch.ones(batch, dtype=torch.bool)
     seen = _pairs(graph, uses, roots, weights, 0)
+    counted = _finite([*seen, [(g, None) for _, g, _ in roots]], batch)
     failed = [use for use, pairs in zip(uses, seen, strict=True) if not _narrow(use, [pairs], weights, counted)]
     if failed:
-        # Examples that overflow somewhere are in no sum by now, and their gradients elsewhere may be anything.
         first = [pairs for use, pairs in zip(uses, seen, strict=True) if use in failed]
         again = _pairs(graph, failed, roots, weights, higher)
         failed = [
@@ -77,19 +76,27 @@ def _gradients(roots: Sequence[Root], edges: list[Any], grads: list[Tensor]) -> 
     return torch.autograd.grad([edge for edge, _, _ in roots], edges, grads, retain_graph=True, allow_unused=True)
 
 
-def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Tensor) -> bool:
-    """Drop the owners of a use that its gradients contradict in every look; whether every output has one left.
+def _finite(seen: Sequence[list[_Pair]], batch: int) -> Tensor:
+    """Which examples have finite gradients, as far as tensors show whose first dimension is as long as the batch. What
+    overflows somewhere is in no sum, and its gradients elsewhere may be anything."""
+    counted = torch.ones(batch, dtype=torch.bool)
+    for pair in (pair for pairs in seen for pair in pairs):
+        for t in pair:
+            if t is not None and t.dim() and t.size(0) == batch:
+                counted &= t.reshape(batch, -1).isfinite().all(1).cpu()
+    return counted
 
-    Takes examples with non-finite gradients out of ``counted``.
-    """
+
+def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Tensor) -> bool:
+    """Drop the owners of a use that its gradients contradict in every look; whether every output has one left."""
     batch = len(weights)
     owners = [list(known) for known in use.owners] or [[] for _ in range(use.outputs)]
-    settled = batch > 1
+    settled = batch > 1 and bool(counted.all())
     for output in range(use.outputs):
         pairs = [(g, h) for look in looks for g, h in [look[output]] if g is not None and h is not None]
         if not pairs:
             continue
-        g, h = pairs[0]
+        g, _ = pairs[0]
         shape = tuple(g.shape)
         left = [resized for owner in owners[output] if (resized := owner.resized(shape, batch)) is not None]
         left = [o for o in left or candidates(shape, batch) if _agrees(o, pairs, weights, counted)]
@@ -99,7 +106,6 @@ def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Te
         rows = left[0].rows(g).flatten(1)
         seen = rows.ne(0).any(1).cpu()
         settled &= len(left) == 1 and len(weights[seen].unique()) > 1
-        counted &= rows.isfinite().all(1).cpu() & left[0].rows(h).flatten(1).isfinite().all(1).cpu()
     use.owners, use.settled = owners, settled
     return True
 

@@ -76,13 +76,10 @@ class Ownership:
 def candidates(shape: tuple[int, ...], batch: int) -> Iterator[Ownership]:
     """Every way in which rows of a tensor may belong to examples, the usual ones first."""
     for dim, size in enumerate(shape):
-        if size == batch:
-            yield Ownership(batch, dim)
-    for dim, size in enumerate(shape):
-        if size % batch == 0 and size > batch:
-            each = size // batch
-            yield Ownership(batch, dim, 1, each)
-            yield Ownership(batch, dim, each, 1)
-            for outer in range(2, each):
-                if each % outer == 0:
-                    yield Ownership(batch, dim, outer, each // outer)
+        each, rest = divmod(size, batch)
+        if rest or not each:
+            continue
+        yield Ownership(batch, dim, 1, each)
+        for outer in range(2, each + 1):
+            if each % outer == 0:
+                yield Ownership(batch, dim, outer, each // outer)

@@ -21,7 +21,7 @@ class DPAdam(PrivateOptimizer):
         lr, betas, eps, weight_decay, amsgrad: as for torch.optim.Adam.
         params: parameter groups of ``model``; by default one group of all its trainable parameters.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
-            seed, memory, loss_reduction.
+            seed, loss_reduction.
 
     Raises:
         UnsupportedModelError, ValueError, TypeError: see :class:`dpkernels.GhostClipper` and

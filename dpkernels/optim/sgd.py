@@ -23,7 +23,7 @@ class DPSGD(PrivateOptimizer):
         momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
         params: parameter groups of ``model``; by default one group of all its trainable parameters.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
-            seed, memory, loss_reduction.
+            seed, loss_reduction.
 
     Raises:
         UnsupportedModelError, ValueError, TypeError: see :class:`dpkernels.GhostClipper` and

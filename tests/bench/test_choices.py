@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpkernels.bench import MODELS, choices, explain
 from dpkernels.bench.choices import LayerChoice, Way
-from dpkernels.layers import conv
+from dpkernels.layers import STORED, conv
 
 
 def test_every_trainable_layer_is_explained() -> None:
@@ -20,7 +20,7 @@ def test_every_trainable_layer_is_explained() -> None:
     assert [row.layer for row in rows] == list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
     assert [row.type for row in rows] == ["Conv2d", "Conv2d", "Linear", "Linear"]
     assert rows[0].input_shape == (1, 28, 28)
-    assert rows[-1].output_shape == (10,)
+    assert rows[-1].output_shape == (1, 10)  # positions and outputs
     for row in rows:
         assert row.chosen in row.ways
         assert all(way.ms > 0 for way in row.ways.values())
@@ -60,7 +60,7 @@ def test_other_layers_have_one_way() -> None:
     seen = choices.records("resnet18", 1)
     names = {name for name, _ in MODELS["resnet18"].build().named_parameters()}
     assert {name for s in seen for name in s.parameters.values()} == names
-    record = next(s.record for s in seen if "conv" not in s.layer)
+    record = next(s.record for s in seen if s.record.rule is STORED)
     chosen, runs, _ = choices.ways(record)
     assert (chosen, set(runs)) == ("only", {"only"})
     assert torch.equal(runs["only"](), runs["only"]())  # a run consumes a copy of the record

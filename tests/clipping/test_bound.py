@@ -160,6 +160,9 @@ def total(
     sums: dict[str, Tensor] = {}
     norms = []
     for xs, probes, factor in zip(x.split(sizes), probe.split(sizes), factors.split(sizes), strict=True):
+        if not len(xs):  # torch runs not every model on a batch of no rows
+            norms.append(torch.zeros(0, dtype=torch.float64))
+            continue
         with context(precision):
             y = clipper.model(cast(xs, precision))
         result = clipper.backward((y.double() * probes).flatten(1).sum(1) * factor)
