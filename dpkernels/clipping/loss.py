@@ -180,6 +180,8 @@ def _reduced(losses: list[Any], given: Sequence[Tensor | None], reduction: Reduc
     if rows == 0 or (rows is None and _empty(losses)):  # nobody's share could change
         return Reduced([], 0, ())
     parts = [part for loss in losses if loss.grad_fn is not None for part in _parts(loss.grad_fn)]
+    if rows is None and any(0 in part.shape for part in parts):
+        return Reduced([], 0, ())
     batch = rows if rows is not None else min((p.shape[0] for p in parts if p.shape), default=1) or 1
     roots: list[Root] = []
     weights = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dpkernels.clipping import joint
-from dpkernels.clipping.graph import Graph, Operand, Plan, Use, gradient_edge
+from dpkernels.clipping.graph import Graph, Operand, Plan, UncapturedError, Use, gradient_edge
 from dpkernels.clipping.products import require_apart
 from dpkernels.clipping.proof import Root
 from dpkernels.clipping.saved import readable_twice
@@ -68,9 +68,6 @@ class Pass:
         if all(g is None for g in grads):
             grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata[:1]]
         readable_twice(node)
-        if any(len(owners) > 1 for owners in use.owners):
-            # Nothing but zeros and what overflowed: it may not spread over examples that it is not of.
-            grads = [None if g is None else g.nan_to_num(0.0, 0.0, 0.0) for g in grads]
         for g in grads:
             if g is not None:
                 require_apart(g)
@@ -79,12 +76,27 @@ class Pass:
             computed = tuple(o for o in use.operands if o.moves is None)
             if moved:
                 record = self._record(use, moved, grads)
+                self._require_known(use, record)
                 self._observe(record, moved)
                 self._keep(record, moved)
             for operand in computed:
                 record = self._record(use, (operand,), grads)
+                self._require_known(use, record)
                 self._observe(record, (operand,))
                 self._pull_back(operand, record)
+
+    def _require_known(self, use: Use, record: Record) -> None:
+        """Where gradients were too small to prove whose rows are whose, any owner gives the same sums, unless something
+        is not finite: the example that is dropped for it must be the one that it belongs to."""
+        if self.batch == 1 or all(len(owners) <= 1 for owners in use.owners):
+            return
+        for t in (record.output_grad, *record.saved, *record.per_example.values()):
+            if t.is_floating_point() and not bool(t.isfinite().all()):
+                raise UncapturedError(
+                    f"values that are not finite came before it was proved which rows of an operation ({use.kind}) "
+                    "belong to which example, since its gradients were zero so far: scale the inputs, or start from "
+                    "other weights"
+                )
 
     def _record(self, use: Use, operands: tuple[Operand, ...], grads: Sequence[Tensor | None]) -> Record:
         node, owner = self.graph.nodes[use.node], _owner(use, 0)

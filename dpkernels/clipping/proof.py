@@ -7,6 +7,7 @@ times itself, since every operation of a backward is linear in its gradient and 
 commutes with rounding, overflow and underflow apart. A row that others' losses reach, too, is not: equality to the bit
 is asked for.
 Entries so small that they may have lost bits by underflow, and non-finite ones, say nothing and are passed over.
+float16 alone is allowed its last two places.
 
 A gradient that is zero says nothing either. A use of a parameter is *settled* once rows of two examples with different
 weights were seen and one way to own them is left; until then every step with a gradient is proved.
@@ -31,6 +32,8 @@ Root = tuple[Any, Tensor, Ownership]  # (edge, gradient there, whose its rows ar
 #: everything is looked at again this many powers of two higher. float16 has few.
 _EXPONENTS, _HIGHER = 20, 60
 _EXPONENTS_HALF, _HIGHER_HALF = 4, 8
+#: What float16 may lose, relative to a value: it has so small a range that something underflows in most backwards.
+_LAST_PLACES = 2.0**-9
 
 _Pair = tuple[Tensor | None, Tensor | None]  # an output's gradient, and the one of weighted losses
 
@@ -43,19 +46,21 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) 
     Returns:
         The uses of which no dimension belongs to single examples.
     """
-    half = any(g.dtype == torch.float16 for _, g, _ in roots)
+    half = any(m.dtype == torch.float16 for node in graph.nodes for m in getattr(node, "_input_metadata", ()))
     count, higher = (_EXPONENTS_HALF, _HIGHER_HALF) if half else (_EXPONENTS, _HIGHER)
     random = torch.Generator().manual_seed(batch)  # the user's stream of random numbers stays as it is
     exponents = torch.randperm(batch, generator=random) % count - count // 2
     weights = torch.ldexp(torch.ones(batch, dtype=torch.float64), exponents)
     seen = _pairs(graph, uses, roots, weights, 0)
     counted = _finite([*seen, [(g, None) for _, g, _ in roots]], batch)
-    failed = [use for use, pairs in zip(uses, seen, strict=True) if not _narrow(use, [pairs], weights, counted)]
+    failed = [use for use, pairs in zip(uses, seen, strict=True) if not _narrow(use, [pairs], weights, counted, half)]
     if failed:
         first = [pairs for use, pairs in zip(uses, seen, strict=True) if use in failed]
         again = _pairs(graph, failed, roots, weights, higher)
         failed = [
-            use for use, *pairs in zip(failed, first, again, strict=True) if not _narrow(use, pairs, weights, counted)
+            use
+            for use, *pairs in zip(failed, first, again, strict=True)
+            if not _narrow(use, pairs, weights, counted, half)
         ]
     return failed
 
@@ -87,7 +92,7 @@ def _finite(seen: Sequence[list[_Pair]], batch: int) -> Tensor:
     return counted
 
 
-def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Tensor) -> bool:
+def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Tensor, half: bool) -> bool:
     """Drop the owners of a use that its gradients contradict in every look; whether every output has one left."""
     batch = len(weights)
     owners = [list(known) for known in use.owners] or [[] for _ in range(use.outputs)]
@@ -99,7 +104,7 @@ def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Te
         g, _ = pairs[0]
         shape = tuple(g.shape)
         left = [resized for owner in owners[output] if (resized := owner.resized(shape, batch)) is not None]
-        left = [o for o in left or candidates(shape, batch) if _agrees(o, pairs, weights, counted)]
+        left = [o for o in left or candidates(shape, batch) if _agrees(o, pairs, weights, counted, half)]
         owners[output] = left
         if not left:
             return False
@@ -110,13 +115,16 @@ def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Te
     return True
 
 
-def _agrees(owner: Ownership, pairs: Sequence[tuple[Tensor, Tensor]], weights: Tensor, counted: Tensor) -> bool:
+def _agrees(
+    owner: Ownership, pairs: Sequence[tuple[Tensor, Tensor]], weights: Tensor, counted: Tensor, half: bool
+) -> bool:
     """Whether each value of ``h`` is that of ``g`` times the weight of its example, in one look at least."""
     wrong: Tensor | None = None
     for g, h in pairs:
         expected = g * owner.column(weights.to(g), g.dim())
-        telling = torch.finfo(g.dtype).tiny * float(weights.max() / weights.min())
-        differs = (expected != h) & expected.isfinite() & h.isfinite()
+        telling = torch.finfo(torch.float16 if half else g.dtype).tiny * float(weights.max() / weights.min())
+        differs = (expected != h) if not half else (expected - h).abs() > _LAST_PLACES * h.abs()
+        differs &= expected.isfinite() & h.isfinite()
         differs &= (expected.abs() > telling) | (h.abs() > telling)
         if wrong is not None:  # right in this look counts only where it could have been wrong
             differs = wrong & (differs | ~(expected.isfinite() & h.isfinite()))
