@@ -118,9 +118,9 @@ class Doubled(nn.Linear):
 class Recurrent(nn.Module):
     """The outputs of a recurrent layer, without its hidden state."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.RNNBase], features: int = 5) -> None:
         super().__init__()
-        self.recurrent = kind(5, 4, 2, batch_first=True)
+        self.recurrent = kind(features, 4, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.recurrent(x)[0]
@@ -136,6 +136,59 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         causal = torch.triu(torch.full((x.size(1), x.size(1)), -1e4, dtype=x.dtype), 1)
         return self.attention(x, x, x, attn_mask=causal, need_weights=False)[0]
+
+
+class Convolutional(nn.Module):
+    """Convolutions and group norms, down to classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2)
+        self.norm, self.head = nn.GroupNorm(2, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.head(torch.tanh(self.second(x)).mean((2, 3)))
+
+
+class Classifier(nn.Module):
+    """A recurrent layer over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.recurrent, self.head = nn.Embedding(11, 6), Recurrent(nn.LSTM, 6), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.tokens(x))[:, -1])
+
+
+class MultiHead(nn.Module):
+    """torch's own attention, a residual, a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+
+class Transformer(nn.Module):
+    """Tokens and positions, scaled dot products of linear layers, and a feed-forward block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, 8), nn.Embedding(5, 8)
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) + self.positions(torch.arange(5, device=x.device).expand(x.size(0), 5))
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).movedim(2, 0).transpose(2, 3)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return self.head(x.mean(1))
 
 
 LINEAR = {
@@ -247,4 +300,11 @@ LAYERS: dict[str, Configuration] = {
         "other": OPAQUE,
     }.items()
     for name, configuration in group.items()
+}
+
+NETWORKS: dict[str, Configuration] = {
+    "network: convolutions": Configuration(Convolutional, (3, 7, 6)),
+    "network: LSTM over tokens": Configuration(Classifier, (4,), 11),
+    "network: multi-head attention": Configuration(MultiHead, (5, 8)),
+    "network: transformer": Configuration(Transformer, (5,), 11),
 }

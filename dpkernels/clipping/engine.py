@@ -7,8 +7,10 @@ computed while both are hot. Pass 2 needs no autograd: from the records every us
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,10 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from dpkernels.clipping import loss, rounding
-from dpkernels.clipping.graph import Graph, Operand, Plan, UncapturedError, Use, make_plan, read
+from dpkernels.clipping.graph import Graph, Meetings, Operand, Plan, UncapturedError, Use, leaf_of, make_plan, read
 from dpkernels.clipping.passes import Pass
 from dpkernels.clipping.patch import patch, unpatch
-from dpkernels.clipping.proof import Root, prove
+from dpkernels.clipping.proof import Root, assume_usual, prove
+from dpkernels.clipping.state import StateWatch
 from dpkernels.clipping.survey import survey
 from dpkernels.layers import Ownership, Record
 from dpkernels.layers.skinny import forward_of, is_skinny
@@ -80,15 +83,20 @@ class GhostClipper:
         self.loss_reduction = loss_reduction
         #: Number of examples in the physical batch, where somebody announced it; else the losses tell.
         self.expected_rows: int | None = None
+        #: Whether it is proved whose each row is; without, the usual layout is assumed.
+        self.proving = True
         #: Called with every record and the names of its operands' parameters, before the record is consumed.
         self.observer: Observer | None = None
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._result: ClippedSum | None = None  # of an ordinary backward
-        self._loss_weights: tuple[float, ...] = ()  # of the last one's parts
+        self._losses = loss.Memory.empty()
+        self._state = StateWatch(model)
         self._patched = [module for module in model.modules() if is_skinny(module)]
         for module in self._patched:
             patch(module, forward_of(module))  # type: ignore[arg-type]
+        self._release = weakref.finalize(self, _release, self._patched)
+        self._release.atexit = False
         loss.listen(self)
 
     @property
@@ -152,14 +160,14 @@ class GhostClipper:
     def discard(self) -> None:
         """Forget what was gathered and not taken."""
         self._result = None
+        self._state.discard()
 
     def detach(self) -> None:
         """Leave the model as it was, and ordinary backward calls to torch."""
-        for module in self._patched:
-            unpatch(module)
-        self._patched = []
+        self._release()
         loss.forget(self)
         self.discard()
+        self._state.close()
 
     def __enter__(self) -> GhostClipper:
         return self
@@ -175,13 +183,39 @@ class GhostClipper:
         """Whether a leaf of a graph is a parameter that is clipped."""
         return id(leaf) in self._parameters
 
-    def ordinary_backward(self, read_loss: loss.ReadLoss, keep_graph: bool = False) -> None:
+    def ordinary_backward(self, roots: list[tuple[Any, int]], tensors: Any, options: dict[str, Any]) -> None:
         """What stands in for ``loss.backward()`` where the loss reaches the model: leaves a result to :meth:`take`."""
         self._require_taken()
-        reduced = read_loss(self.loss_reduction, self.expected_rows)
-        loss.require_same(reduced.weights, self._loss_weights)
-        self._result = self._clip(reduced.roots, reduced.batch, batch_first=True, keep_graph=keep_graph)
-        self._loss_weights = reduced.weights or self._loss_weights
+        if options["create_graph"] or options["inputs"] is not None:
+            raise RuntimeError(
+                "gradients of private parameters are clipped per example, so that backward() takes no inputs= and no "
+                "create_graph=True. For gradients of other tensors call torch.autograd.grad(loss, tensors, ...)."
+            )
+        graph = read([node for node, _ in roots])
+        foreign = [leaf for leaf in map(leaf_of, graph.nodes) if leaf is not None and not self.owns(leaf)]
+        others = [leaf for leaf in foreign if not isinstance(leaf, nn.Parameter)]
+        keep = bool(options["retain_graph"])
+        try:
+            met = Meetings(graph, {p for p, (_, q) in self._parameters.items() if q.requires_grad})
+            rows = met.rows if self.expected_rows is None else self.expected_rows
+            if rows == 0:
+                self._result = self._clip([], 0)
+                return
+            seeds = loss.read(roots, rows, self.loss_reduction, partial(met.batch_dimension, rows), self._losses)
+            starts: list[Root] = []
+            for seed in seeds:
+                size = seed.gradient.size(seed.axis) if seed.gradient.dim() else 1
+                owner = Ownership(rows, seed.axis, 1, size // rows)
+                starts.append((seed.root, seed.gradient, owner))
+            self._result = self._clip(starts, rows, batch_first=True, keep_graph=keep or bool(others))
+        except RuntimeError as error:
+            if not others:
+                raise
+            raise RuntimeError(
+                f"{error} For the gradient of an input alone, call torch.autograd.grad(output, input)."
+            ) from error
+        if others:  # inputs that require a gradient get it as ever
+            torch.autograd.backward(tensors, retain_graph=keep, inputs=others)
 
     def _require_taken(self) -> None:
         if self._result is not None:
@@ -196,6 +230,7 @@ class GhostClipper:
         self, roots: Sequence[Root], batch: int, *, batch_first: bool = False, keep_graph: bool = False
     ) -> ClippedSum:
         trainable = {id(p): p for _, p in self._parameters.values() if p.requires_grad}
+        self._state.compare()
         if batch == 0:
             zeros = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.trainable().items()}
             device = next(iter(trainable.values())).device if trainable else None
@@ -228,8 +263,12 @@ class GhostClipper:
             self._plans[key] = plan
             return plan
         shapes = _shapes(graph, plan, batch)
+        plan.steps += 1
+        again = plan.steps & (plan.steps - 1) == 0  # two examples may have shared a tag
         switched = any(bool(graph.nodes[n]._saved_training) != training for n, training in plan.switches)
-        if switched or plan.routes or shapes not in plan.shapes or not all(use.settled for use in plan.uses):
+        if self.proving and (
+            again or switched or plan.routes or shapes not in plan.shapes or not all(use.settled for use in plan.uses)
+        ):
             self._prove(graph, plan, roots, batch)
         return plan
 
@@ -240,7 +279,9 @@ class GhostClipper:
         while True:
             plan = make_plan(graph, trainable, batch, constants, overruled)
             self._require_all(graph, plan, trainable)
-            failed = prove(graph, plan.uses, roots, batch) if batch > 1 else []
+            failed = prove(graph, plan.uses, roots, batch) if batch > 1 and self.proving else []
+            if not self.proving:
+                assume_usual(graph, plan.uses, batch)
             if mixed := [use for use in failed if not use.optional]:
                 self._refuse(mixed, batch)
             if not failed:
@@ -250,7 +291,7 @@ class GhostClipper:
         return plan
 
     def _prove(self, graph: Graph, plan: Plan, roots: Sequence[Root], batch: int) -> None:
-        if batch > 1 and (failed := prove(graph, plan.uses, roots, batch)):
+        if batch > 1 and (failed := prove(graph, plan.uses, roots, batch, plan.steps)):
             self._refuse(failed, batch)
         self._finish(graph, plan, batch)
 
@@ -302,6 +343,11 @@ class GhostClipper:
                     "model that is clipped: make it a part of the model, freeze it with requires_grad_(False), or "
                     "detach() what it computes"
                 )
+
+
+def _release(modules: list[nn.Module]) -> None:
+    for module in modules:
+        unpatch(module)
 
 
 def _shapes(graph: Graph, plan: Plan, batch: int) -> tuple[Any, ...] | None:

@@ -139,6 +139,7 @@ class Plan:
     routes: list[int]  # nodes that choose rows by data
     switches: list[tuple[int, bool]]  # nodes with a training mode, and whether they were in it
     shapes: set[tuple[Any, ...]] = field(default_factory=set)  # of the uses, without the batch: proved
+    steps: int = 0  # that it served
     shared_uses: dict[int, int] = field(default_factory=dict)  # parameter -> number of uses, where several
 
 
@@ -181,12 +182,12 @@ def make_plan(
         constants: where tensors lie that do not depend on examples (``data_ptr`` of their storage).
         overruled: nodes that could give every example a copy of its own, but do not.
     """
-    kinds = ["" if _leaf(node) is not None else kind_of(node) for node in graph.nodes]
+    kinds = ["" if leaf_of(node) is not None else kind_of(node) for node in graph.nodes]
     shared: dict[int, _Shared] = {}
     uses: dict[int, Use] = {}
     for number in _children_first(graph):
         node, below = graph.nodes[number], graph.children[number]
-        leaf = _leaf(node)
+        leaf = leaf_of(node)
         if leaf is not None:
             if id(leaf) in trainable:
                 shared[number] = _Shared((id(leaf),), (), None)
@@ -211,18 +212,19 @@ def make_plan(
     return Plan(list(uses.values()), routes, switches, shared_uses={p: n for p, n in counts.items() if n > 1})
 
 
-def _leaf(node: Any) -> torch.Tensor | None:
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor in whose ``.grad`` a node would accumulate; None for other nodes."""
     return getattr(node, "variable", None)
 
 
 def _edge_shape(graph: Graph, edge: Edge) -> Shape:
-    leaf = _leaf(graph.nodes[edge[0]])
+    leaf = leaf_of(graph.nodes[edge[0]])
     return tuple(leaf.shape) if leaf is not None else shape_of(graph.nodes[edge[0]], edge[1])
 
 
 def gradient_edge(graph: Graph, edge: Edge) -> Any:
     """What torch.autograd.grad takes to differentiate by an edge."""
-    leaf = _leaf(graph.nodes[edge[0]])
+    leaf = leaf_of(graph.nodes[edge[0]])
     return leaf if leaf is not None else GradientEdge(graph.nodes[edge[0]], edge[1])
 
 
@@ -350,3 +352,40 @@ def _mark_terminal(graph: Graph, uses: dict[int, Use]) -> None:
         leads[number] = any(c >= 0 and (c in uses or leads.get(c, False)) for c, _ in graph.children[number])
     for number, use in uses.items():
         use.terminal = not leads[number]
+
+
+class Meetings:
+    """Where the way from a scalar loss down first meets operations that parameters enter.
+
+    Views of their outputs count as these, since a linear layer's rows are merged and taken apart by views.
+    """
+
+    def __init__(self, graph: Graph, parameters: set[int]) -> None:
+        shared: set[int] = set()
+        self._met: dict[Any, None] = {}
+        for number in _children_first(graph):
+            node, below = graph.nodes[number], [child for child, _ in graph.children[number] if child >= 0]
+            leaf = leaf_of(node)
+            if leaf is not None:
+                shared |= {number} if id(leaf) in parameters else set()
+            elif any(child in shared for child in below):
+                if len(below) == 1 and kind_of(node) in _VIEWS:
+                    shared.add(number)
+                else:
+                    self._met[node] = None
+            elif len(below) == 1 and kind_of(node) in _VIEWS and graph.nodes[below[0]] in self._met:
+                self._met[node] = None
+        sizes = [shape_of(node)[0] for node in graph.nodes if node in self._met and shape_of(node)]
+        #: The number of examples: of what was merged, the parts.
+        self.rows = min(sizes[:4], default=1)
+
+    def batch_dimension(self, rows: int, node: Any) -> int | None:
+        """The first dimension of a meeting that examples fill; None for other nodes."""
+        if node not in self._met:
+            return None
+        return next((dim for dim, size in enumerate(shape_of(node)) if size and size % rows == 0), 0)
+
+
+_VIEWS = frozenset(
+    ["View", "UnsafeView", "ReshapeAlias", "Reshape", "Squeeze", "Unsqueeze", "T", "Transpose", "Permute", "ToCopy"]
+)

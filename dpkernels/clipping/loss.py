@@ -1,11 +1,14 @@
-"""The ordinary ``loss.backward()``: what a scalar loss says about the gradients of single examples.
+"""The loss of an ordinary ``loss.backward()``: what it sums up over the batch, and whether it keeps the examples apart.
 
 Clipping bounds one example's share only if no other example changes that share before it is clipped. A mean that
-divides by class weights of the whole batch, or the root of a mean, lets every example change all the others'. So from
-the first clipper on ``torch.autograd.backward`` is wrapped, and a loss that reaches a clipped model is read: between
-the scalar and the losses that were reduced there may be sums, means and factors by numbers alone. The backward then
-starts below these, with what the reduction gives each entry of one example's own loss: a mean over a batch is never
-divided by its size, which would round every example's gradient by how many others there are.
+divides by class weights of the whole batch, or the root of a mean, lets every example change all the others'. So does
+the rounding of a mean: with one more example, 1/b is another number in every gradient. Therefore
+``torch.autograd.backward`` is wrapped from the first clipper on, and while one is attached the graph of a loss that
+reaches it is read before it runs:
+
+- between the scalar and the losses that it sums up, known sums and means, and numbers as factors, are plain;
+- from there to the captured modules, operations must work on one example at a time (`clipping/walk.py`);
+- the backward starts at the losses, where each weighs the same number whatever the batch: 1, for a plain mean.
 """
 
 from __future__ import annotations
@@ -13,82 +16,69 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpkernels.clipping.graph import kind_of, read, shape_of
-from dpkernels.clipping.proof import Root
-from dpkernels.layers import Ownership
+from dpkernels.clipping import walk
+from dpkernels.clipping.walk import Constant, MixesExamples, below, operation, shape_of
 
-Reduction: TypeAlias = Literal["mean", "sum"]
 _FIX = "Call optimizer.backward(losses) with one loss per example (reduction='none')."
 _LINEAR = {"Add", "Alias", "Clone", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Squeeze", "Sub", "ToCopy", "View"}
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A scalar loss, read."""
-
-    roots: list[Root]  # where its backward starts, by examples
-    batch: int
-    weights: tuple[float, ...]  # of one example's loss in each part of the scalar, times the batch for a mean
-
-
-ReadLoss: TypeAlias = Callable[[Reduction, int | None], Reduced]
-
-
-class Listener(Protocol):
-    """What a clipper shows to the ordinary loop."""
-
-    def owns(self, leaf: object) -> bool:
-        """Whether a leaf of a graph is a parameter that is clipped."""
-
-    def ordinary_backward(self, read_loss: ReadLoss, keep_graph: bool) -> None:
-        """Called instead of a backward that would reach such a leaf."""
-
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def listen(clipper: Listener) -> None:
-    """Read the losses of ordinary backward calls from now on, as long as ``clipper`` lives or until :func:`forget`."""
+class Seed(NamedTuple):
+    """Where a backward starts: a gradient with the batch as the major part of dimension ``axis``."""
+
+    root: GradientEdge
+    gradient: Tensor
+    axis: int
+
+
+@dataclass
+class Memory:
+    """What must be the same for every batch, as the first one had it."""
+
+    weights: dict[tuple[str, ...], set[float]]  # kind of part -> weights of an example's loss
+    constants: dict[tuple[str, int], Tensor]  # operation and how often it was met -> operand without batch
+
+    @classmethod
+    def empty(cls) -> Memory:
+        return cls({}, {})
+
+
+class _Part(NamedTuple):
+    """One reduction that the scalar is made of."""
+
+    node: Any
+    output: int
+    kind: tuple[str, ...]  # operations met on the way, but factors
+    mean: bool
+    divisors: tuple[float, ...]  # numbers that it is divided by, the elements of a mean among them
+    factor: float  # product of the numbers that it is multiplied by
+    reduced: bool = True
+
+
+def listen(clipper: Any) -> None:
+    """Read the losses of ordinary backward calls from now on, as long as ``clipper`` lives or until :func:`forget`.
+
+    ``clipper`` has ``owns(leaf)``, whether a leaf of a graph is a parameter that it clips, and
+    ``ordinary_backward(roots, ...)``, which runs instead of torch's backward for a graph that holds such a leaf.
+    """
     _listeners.add(clipper)
-    if not hasattr(torch.autograd.backward, "_reads_losses"):
+    if not hasattr(torch.autograd.backward, "_plain"):
         torch.autograd.backward = _reading(torch.autograd.backward)
 
 
-def require_free(model: torch.nn.Module) -> None:
-    """Raise ValueError if another clipper listens for parameters of ``model``."""
-    if any(clipper.owns(p) for clipper in _listeners for p in model.parameters()):
-        raise ValueError(
-            "model already has a GhostClipper attached: call its detach() first (optimizer.clipper.detach() for that "
-            "of an optimizer)"
-        )
-
-
-def forget(clipper: Listener) -> None:
+def forget(clipper: Any) -> None:
     """End what :func:`listen` began."""
     _listeners.discard(clipper)
-
-
-def require_same(weights: tuple[float, ...], before: tuple[float, ...]) -> None:
-    """Refuse weights that differ from those of an earlier batch: their numbers were computed from the batch.
-
-    Raises:
-        RuntimeError: they differ; names both and the fix.
-    """
-    for now, then in zip(weights, before, strict=True) if len(weights) == len(before) else ():
-        if not math.isclose(now, then, rel_tol=1e-9):
-            raise RuntimeError(
-                f"the loss weights an example by {now:g}, in an earlier batch by {then:g}: a number that depends on "
-                f"the batch, such as its size, lets every example change the others' gradients. {_FIX}"
-            )
 
 
 def _reading(backward: Any) -> Any:
@@ -100,294 +90,182 @@ def _reading(backward: Any) -> Any:
         create_graph: bool = False,
         grad_variables: Any = None,
         inputs: Any = None,
-    ) -> None:
-        options = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-        if not _listeners:
-            return backward(tensors, *options)
-        losses = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else list(tensors)
-        leaves = _leaves(losses)
-        wanted = leaves if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        reached = [clipper for clipper in _listeners if any(clipper.owns(leaf) for leaf in wanted)]
-        if not reached:
-            return backward(tensors, *options)
-        if len(reached) > 1:
-            raise RuntimeError(
-                "one loss reaches the models of two private optimizers: detach() what one model gives to the other, or "
-                "freeze the other with requires_grad_(False) for this backward, or train both as one model"
-            )
-        if create_graph or inputs is not None:
-            raise RuntimeError(
-                "gradients of private parameters are clipped per example, so that backward() takes no inputs= and no "
-                "create_graph=True. For gradients of other tensors call torch.autograd.grad(loss, tensors, ...)."
-            )
-        (clipper,) = reached
-        others = [leaf for leaf in leaves if not clipper.owns(leaf) and not isinstance(leaf, torch.nn.Parameter)]
-        given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or ())
-        try:
-            clipper.ordinary_backward(
-                functools.partial(_reduced, losses, given), keep_graph=bool(retain_graph) or bool(others)
-            )
-        except RuntimeError as error:
-            if not others:
-                raise
-            raise RuntimeError(
-                f"{error} For the gradients of inputs alone call torch.autograd.grad(loss, inputs)."
-            ) from error
-        if others:  # inputs that require a gradient get it as ever
-            backward(tensors, grad_tensors, retain_graph, False, None, others)
-        return None
+    ) -> Any:
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        nested = torch._C._current_graph_task_id() != -1  # what reentrant checkpointing runs within a backward
+        clipper = None if nested or not _listeners else _reached(tensors, inputs)
+        if clipper is None:
+            return backward(tensors, grad_tensors, grad_variables=grad_variables, **options)
+        given = grad_variables if grad_tensors is None else grad_tensors
+        if any(g is not None for g in (given if isinstance(given, (tuple, list)) else (given,))):
+            raise RuntimeError(f"backward(gradient=...) hides how the examples are weighted. {_FIX}")
+        return clipper.ordinary_backward(_nodes(tensors), tensors, options)
 
-    reading._reads_losses = True  # type: ignore[attr-defined]
+    reading._plain = backward  # type: ignore[attr-defined]
     return reading
 
 
-def _leaves(losses: list[Any]) -> list[Tensor]:
-    """The tensors that a backward would fill."""
-    nodes = [loss.grad_fn if isinstance(loss, Tensor) else loss.node for loss in losses]
-    graph = read([node for node in nodes if node is not None])
-    return [leaf for node in graph.nodes if (leaf := getattr(node, "variable", None)) is not None]
+def _nodes(tensors: Any) -> list[tuple[Any, int]]:
+    roots = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    edges = [(r.node, r.output_nr) if isinstance(r, GradientEdge) else (r.grad_fn, r.output_nr) for r in roots]
+    return [edge for edge in edges if edge[0] is not None]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One reduction that the scalar is made of."""
-
-    mean: bool
-    divisors: tuple[float, ...]  # numbers that it is divided by, the elements of a mean among them
-    factor: float  # product of the numbers that it is multiplied by
-    edges: tuple[tuple[Any, Callable[[Tensor], Tensor | None]], ...]  # below it, and its gradient from an entry's
-    shape: tuple[int, ...]  # of what it reduced
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def weight(self) -> Fraction:
-        """What an entry is multiplied by."""
-        weight = Fraction(self.factor)
-        for divisor in self.divisors:
-            weight /= Fraction(divisor)
-        return weight
-
-
-def _reduced(losses: list[Any], given: Sequence[Tensor | None], reduction: Reduction, rows: int | None) -> Reduced:
-    """The parts of the tensors that backward is called on, as starts of a backward.
+def _reached(tensors: Any, inputs: Any) -> Any | None:
+    """The clipper of a parameter that the backward of ``tensors`` reaches; None for the losses of other models.
 
     Raises:
-        RuntimeError: the loss is no plain mean or sum over ``rows`` examples; names what was found and the fix.
+        RuntimeError: there are several.
     """
-    if any(g is not None for g in given):
-        raise RuntimeError(f"backward(gradient=...) hides how the examples are weighted. {_FIX}")
-    if rows == 0 or (rows is None and _empty(losses)):  # nobody's share could change
-        return Reduced([], 0, ())
-    parts = [part for loss in losses if loss.grad_fn is not None for part in _parts(loss.grad_fn)]
-    if rows is None and any(0 in part.shape for part in parts):
-        return Reduced([], 0, ())
-    batch = rows if rows is not None else min((p.shape[0] for p in parts if p.shape), default=1) or 1
-    roots: list[Root] = []
-    weights = []
-    for part in parts:
-        _require_plain(part, reduction, batch)
-        weight = part.weight * (batch if reduction == "mean" else 1)
-        weights.append(float(weight))
-        shape = part.shape or (1,)
-        owner = Ownership(batch, 0, 1, shape[0] // batch)
-        entry = torch.full(part.shape, float(weight), dtype=part.dtype, device=part.device)
-        for edge, gradient in part.edges:
-            if (g := gradient(entry)) is not None:
-                roots.append((edge, g, owner))
-    return Reduced(roots, batch, tuple(weights))
-
-
-def _empty(losses: list[Any]) -> bool:
-    """Whether what was reduced has no entries: the scalar is 0 or not a number then."""
-    if all(bool(loss.isfinite().all()) and bool(loss.any()) for loss in losses):
-        return False
-    graph = read([loss.grad_fn for loss in losses if loss.grad_fn is not None])
-    return any(0 in shape_of(node) for node in graph.nodes if getattr(node, "variable", None) is None)
-
-
-def _require_plain(part: _Part, reduction: Reduction, rows: int) -> None:
-    entries = part.shape[0] if part.shape else 1
-    if part.mean and reduction == "sum":
-        raise RuntimeError("the loss is a mean over the batch: set loss_reduction='mean', which is the default")
-    if reduction == "mean" and all(d % rows for d in part.divisors or (1.0,)):
+    wanted = walk.leaves([node for node, _ in _nodes(tensors)])
+    if inputs is not None:
+        wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    reached = [clipper for clipper in list(_listeners) if any(clipper.owns(leaf) for leaf in wanted)]
+    if len(reached) > 1:
         raise RuntimeError(
-            f"the loss must be a mean over the {rows} examples of the batch, but a part of it is divided by "
-            f"{' and '.join(map('{:g}'.format, part.divisors)) or 'nothing'}. Set loss_reduction='sum' for a "
-            f"plain sum, and weight_decay for a penalty on the weights. {_FIX}"
+            "one loss reaches the models of two private optimizers: detach() what one model gives to the other, or "
+            "freeze the other with requires_grad_(False) for this backward, or train both as one model"
         )
-    if entries % rows:
-        raise RuntimeError(
-            f"the loss must be reduced over the {rows} examples of the batch, but {entries} entries were. {_FIX}"
+    return reached[0] if reached else None
+
+
+def require_free(model: torch.nn.Module) -> None:
+    """Raise ValueError if another clipper listens for parameters of ``model``."""
+    if any(clipper.owns(p) for clipper in list(_listeners) for p in model.parameters()):
+        raise ValueError(
+            "model already has a GhostClipper or a private optimizer attached, and a second one would clip the "
+            "same gradients again: call optimizer.clipper.detach() (or clipper.detach()) on the first, or delete "
+            "it, before the model gets another"
         )
 
 
-def _parts(node: Any, divisors: tuple[float, ...] = (), factor: float = 1.0, mean: bool = False) -> Iterator[_Part]:
+def read(
+    roots: list[tuple[Any, int]],
+    rows: int,
+    loss_reduction: Literal["mean", "sum"],
+    captured: Callable[[Any], int | None],
+    memory: Memory,
+) -> list[Seed]:
+    """The losses that a scalar sums up over ``rows`` examples, at least one, and what each weighs.
+
+    Raises:
+        RuntimeError: the loss is not the announced plain mean or sum of one loss per example, as far as its graph
+            shows; or weights or operands differ from those of an earlier batch. Names what was found and the fix.
+    """
+    seeds: list[Seed] = []
+    constants: list[Constant] = []
+    weights: dict[tuple[str, ...], set[float]] = {}
+    for node, output in roots:
+        parts = list(_parts(node, output))
+        for part in parts:
+            if len(parts) + len(roots) > 2 and not _reaches(part.node, captured):
+                raise RuntimeError(
+                    "a part of the loss depends on no example: a penalty on weights cannot be clipped per example, use "
+                    f"weight_decay; for the loss of another model call backward() on it alone. {_FIX}"
+                )
+            weight = _weight(part, rows, loss_reduction)
+            under = part.node.next_functions[0][0]
+            kind = part.kind if under is None else (*part.kind, operation(under))
+            weights.setdefault(kind, set()).add(weight)
+            try:
+                new = list(_seeds(part, weight, rows, constants))
+                for seed in new:
+                    edge, axis = seed.root, seed.axis
+                    walk.follow(edge.node, edge.output_nr, axis, rows, stop=captured, constants=constants)
+            except MixesExamples as error:
+                raise RuntimeError(
+                    f"the loss must be a mean or a sum of one loss per example, but {error}. {_FIX}"
+                ) from None
+            seeds += new
+    _require_same_weights(weights, memory)
+    _require_same_constants(constants, memory)
+    return seeds
+
+
+# ---- from the scalar to what it sums up -----------------------------------------------------------------------------
+
+
+def _parts(
+    node: Any,
+    output: int,
+    kind: tuple[str, ...] = (),
+    divisors: tuple[float, ...] = (),
+    factor: float = 1.0,
+    mean: bool = False,
+) -> Iterator[_Part]:
     """Walk from a scalar's node to the reductions below it; divisors and factors were met on the way."""
-    kind = kind_of(node)
+    name = operation(node)
     reduction = getattr(node, "_saved_reduction", 0)
-    if kind == "AccumulateGrad":
-        if node.variable.requires_grad:
-            raise RuntimeError(
-                "a part of the loss depends on parameters alone, not on an example (a penalty on weights): it cannot "
-                f"be clipped per example. Use weight_decay instead. {_FIX}"
-            )
+    if name == "AccumulateGrad":  # a parameter: its gradient does not pass through a layer
         return
-    if kind in ("Mean", "Sum"):
-        shape = tuple(node._saved_self_sym_sizes)
-        if kind == "Mean":
-            divisors, mean = (*divisors, math.prod(shape)), True
-        yield _part(node, node.next_functions[0], shape, divisors, factor, mean)
-    elif reduction:
-        unreduced = _UNREDUCED.get(kind)
-        if unreduced is None:
-            raise RuntimeError(f"the loss is reduced by {kind}, which is not known to be a plain mean or sum. {_FIX}")
-        if reduction == 1:
-            if kind in ("NllLoss", "NllLoss2D"):
-                _require_equal_weights(node)
-            averaged = node._saved_target if kind in ("NllLoss", "NllLoss2D") else unreduced.entries(node)
-            divisors, mean = (*divisors, averaged.numel()), True
-        yield unreduced.part(node, divisors, factor, mean)
+    if name not in _LINEAR and name not in ("Mul", "Div"):
+        kind += (name,)
+    if name == "Mean":
+        yield _Part(node, output, kind, True, (*divisors, math.prod(node._saved_self_sym_sizes)), factor)
+    elif reduction == 1:
+        of_labels = name in ("NllLoss", "NllLoss2D")
+        if of_labels:
+            _require_equal_weights(node)
+        averaged = node._saved_target if of_labels else node._saved_self
+        count = averaged.shape[:-1].numel() if name in _MARGINS else averaged.numel()
+        yield _Part(node, output, kind, True, (*divisors, count), factor)
+    elif name == "Sum" or reduction == 2:
+        yield _Part(node, output, kind, mean, divisors, factor)
     else:
-        yield from _through(node, kind, divisors, factor, mean)
-
-
-def _through(node: Any, kind: str, divisors: tuple[float, ...], factor: float, mean: bool) -> Iterator[_Part]:
-    """What lies below a node that is no reduction."""
-    below = [child for child, _ in node.next_functions if child is not None]
-    if kind in ("Mul", "Div"):
-        other: Any = node._saved_other if len(below) == 1 else None
-        count = isinstance(other, Tensor) and kind == "Div" and not other.is_floating_point()
-        if not count and not _is_number(other):
-            how = "multiplied" if kind == "Mul" else "divided"
+        if name in ("Mul", "Div"):
+            first, second = ([child for child, _ in node.next_functions] + [None])[:2]
+            other: Any = None
+            if second is None:
+                other = node._saved_other
+            elif first is None and name == "Mul":
+                other = node._saved_self
+            counts = isinstance(other, Tensor) and name == "Div" and _is_count(other)
+            if not counts and not walk.is_number(other):
+                how = "multiplied" if name == "Mul" else "divided"
+                raise RuntimeError(
+                    f"the loss is {how} by a tensor, which may depend on the whole batch: use a number for a constant. "
+                    f"{_FIX}"
+                )
+            mean |= counts and not walk.is_number(other)
+            if not math.isfinite(float(other)):
+                raise RuntimeError(f"the loss has the factor {float(other)}. {_FIX}")
+            if name == "Div":
+                divisors += (float(other),)
+            else:
+                factor *= float(other)
+        elif name not in _LINEAR and len(shape_of(node, output)):  # the loss of a batch of one, not reduced
+            yield _Part(node, output, kind, mean, divisors, factor, reduced=False)
+            return
+        elif name not in _LINEAR:
             raise RuntimeError(
-                f"the loss is {how} by a tensor, which may depend on the whole batch: use a number for a constant. "
-                f"{_FIX}"
+                f"the loss must be a mean or a sum of one loss per example, but {name} was applied to it. {_FIX}"
             )
-        mean |= count and not _is_number(other)
-        if kind == "Div":
-            divisors += (float(other),)
-        else:
-            factor *= float(other)
-    elif kind not in _LINEAR and len(node._input_metadata[0].shape):  # the loss of a batch of one, not reduced
-        (metadata,) = node._input_metadata
-        if math.prod(metadata.shape) != 1:
-            raise RuntimeError(f"the loss must be a scalar reduced over the examples of the batch. {_FIX}")
-        yield _part(node, (node, 0), tuple(metadata.shape), divisors, factor, mean)
-        return
-    elif kind not in _LINEAR:
-        raise RuntimeError(
-            f"the loss must be a mean or a sum of one loss per example, but {kind} was applied to it. {_FIX}"
-        )
-    for child, sign in zip(below, _signs(node, kind, len(below)), strict=True):
-        yield from _parts(child, divisors, factor * sign, mean)
-
-
-def _signs(node: Any, kind: str, count: int) -> list[float]:
-    alpha = float(getattr(node, "_saved_alpha", 1.0))
-    both = {"Neg": [-1.0], "Add": [1.0, alpha], "Sub": [1.0, -alpha], "Rsub": [-alpha, 1.0]}.get(kind, [1.0])
-    if len(both) == count:
-        return both
-    present = [sign for sign, (child, _) in zip(both, node.next_functions, strict=False) if child is not None]
-    return present if len(present) == count else [1.0] * count
-
-
-def _part(
-    node: Any, below: tuple[Any, int], shape: tuple[int, ...], divisors: tuple[float, ...], factor: float, mean: bool
-) -> _Part:
-    metadata = node._input_metadata[0]
-    edge, number = below
-    if edge is None:
-        return _Part(mean, divisors, factor, (), shape, metadata.dtype, metadata.device)
-    start = GradientEdge(edge, number) if getattr(edge, "variable", None) is None else None
-    if start is None:
-        raise RuntimeError(f"the loss reduces a parameter itself, not the losses of examples. {_FIX}")
-    dtype = edge._input_metadata[number].dtype
-    return _Part(mean, divisors, factor, ((start, lambda entry: entry),), shape, dtype, metadata.device)
-
-
-class _Unreduced:
-    """A loss function that reduces what it computes; its gradient without the reduction."""
-
-    def __init__(self, *arguments: str, targets: int = 1) -> None:
-        self.arguments = arguments
-        self.both = targets == 2  # self and target may both need gradients
-
-    def entries(self, node: Any) -> Tensor:
-        """A tensor with as many entries as were reduced."""
-        kind = kind_of(node)
-        if kind in ("NllLoss", "NllLoss2D", "MultiMarginLoss"):
-            return node._saved_target
-        x: Tensor = node._saved_self
-        if kind == "MultilabelMarginLoss":
-            return x[..., 0] if x.dim() > 1 else x[:1].sum()
-        return x
-
-    def part(self, node: Any, divisors: tuple[float, ...], factor: float, mean: bool) -> _Part:
-        entries, x = self.entries(node), node._saved_self
-        edges = []
-        for position, (child, number) in enumerate(node.next_functions):
+        for i, (child, number) in enumerate(node.next_functions):
             if child is not None:
-                edges.append((GradientEdge(child, number), functools.partial(self._gradient, node, position)))
-        return _Part(mean, divisors, factor, tuple(edges), tuple(entries.shape), x.dtype, x.device)
-
-    def _gradient(self, node: Any, position: int, entry: Tensor) -> Tensor:
-        kind = kind_of(node)
-        if position != 0:
-            raise RuntimeError(f"the target of a loss ({kind}) depends on the model. {_FIX}")
-        saved = {name: getattr(node, f"_saved_{name}") for name in self.arguments if name != "reduction"}
-        if "ignore_index" in saved:
-            saved["ignore_index"] = _signed(saved["ignore_index"])
-        saved["reduction"] = 0
-        if kind == "BinaryCrossEntropyWithLogits":
-            return _bce_with_logits(entry, **saved)
-        function = getattr(torch.ops.aten, _ATEN[kind])
-        gradient: Tensor = function(entry, *(saved[name] for name in self.arguments))
-        return gradient
+                yield from _parts(child, number, kind, divisors, factor * _coefficient(node, name, i), mean)
 
 
-def _bce_with_logits(
-    entry: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: int
-) -> Tensor:
-    """``w ((1 - y) s - p y (1 - s))`` with s the sigmoid of the logit and p the weight of positives."""
-    s = self.sigmoid()
-    gradient = s - target if pos_weight is None else (1 - target) * s - pos_weight * target * (1 - s)
-    return entry * (gradient if weight is None else gradient * weight)
+def _coefficient(node: Any, name: str, position: int) -> float:
+    """What a linear operation multiplies one of its inputs by."""
+    if name == "Neg":
+        return -1.0
+    if name in ("Add", "Sub", "Rsub") and position == (name != "Rsub"):
+        return float(node._saved_alpha) * (1.0 if name == "Add" else -1.0)
+    return 1.0
 
 
-_ATEN = {
-    "NllLoss": "nll_loss_backward",
-    "NllLoss2D": "nll_loss2d_backward",
-    "MseLoss": "mse_loss_backward",
-    "SmoothL1Loss": "smooth_l1_loss_backward",
-    "HuberLoss": "huber_loss_backward",
-    "BinaryCrossEntropy": "binary_cross_entropy_backward",
-    "MultiMarginLoss": "multi_margin_loss_backward",
-    "SoftMarginLoss": "soft_margin_loss_backward",
-    "MultilabelMarginLoss": "multilabel_margin_loss_backward",
-}
-_NLL = _Unreduced("self", "target", "weight", "reduction", "ignore_index", "total_weight")
-_UNREDUCED = {
-    "NllLoss": _NLL,
-    "NllLoss2D": _NLL,
-    "MseLoss": _Unreduced("self", "target", "reduction"),
-    "SmoothL1Loss": _Unreduced("self", "target", "reduction", "beta"),
-    "HuberLoss": _Unreduced("self", "target", "reduction", "delta"),
-    "BinaryCrossEntropy": _Unreduced("self", "target", "weight", "reduction"),
-    "BinaryCrossEntropyWithLogits": _Unreduced("self", "target", "weight", "pos_weight", "reduction"),
-    "MultiMarginLoss": _Unreduced("self", "target", "p", "margin", "weight", "reduction"),
-    "SoftMarginLoss": _Unreduced("self", "target", "reduction"),
-    "MultilabelMarginLoss": _Unreduced("self", "target", "reduction", "is_target"),
-}
+def _reaches(node: Any, captured: Callable[[Any], int | None]) -> bool:
+    """Whether a captured module is below ``node``."""
+    return any(captured(each) is not None for each in below([node]))
 
 
-def _signed(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63  # torch shows it unsigned
+def _is_count(other: Tensor) -> bool:
+    return other.dim() == 0 and not other.is_floating_point() and not other.is_complex() and other.dtype != torch.bool
 
 
 def _require_equal_weights(node: Any) -> None:
     """Cross entropy alone divides a mean by something else than how many there are."""
-    ignored = _signed(node._saved_ignore_index)
+    ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch shows it unsigned
     if node._saved_weight is not None:
         by = "class weights divides by the weights"
     elif bool((node._saved_target == ignored).any()):
@@ -399,9 +277,179 @@ def _require_equal_weights(node: Any) -> None:
     )
 
 
-def _is_number(other: Any) -> bool:
-    """Whether a factor was a Python number: torch saves it as a tensor that yields in type promotion."""
-    if not isinstance(other, Tensor):
-        return isinstance(other, (int, float))
-    weakest = torch.float16 if other.is_floating_point() else torch.int8
-    return other.dim() == 0 and torch.result_type(other, torch.tensor(1, dtype=weakest)) == weakest
+def _weight(part: _Part, rows: int, loss_reduction: Literal["mean", "sum"]) -> float:
+    """What one example's loss weighs, times ``rows`` for "mean": equal ones have equal bits."""
+    if not part.reduced and rows != 1:
+        raise RuntimeError(f"the loss must be a scalar reduced over the {rows} examples of the batch. {_FIX}")
+    if part.mean and loss_reduction == "sum":
+        raise RuntimeError("the loss is a mean over the batch: set loss_reduction='mean', which is the default")
+    if loss_reduction == "mean" and all(d % rows for d in part.divisors or (1.0,)):
+        raise RuntimeError(
+            f"the loss must be a mean over the {rows} examples of the batch, but a part of it is divided by "
+            f"{' and '.join(map('{:g}'.format, part.divisors)) or 'nothing'}. Set loss_reduction='sum' for a "
+            f"plain sum. {_FIX}"
+        )
+    return _ratio(part, rows if loss_reduction == "mean" else 1)
+
+
+def _ratio(part: _Part, times: int) -> float:
+    """Factor times ``times`` by divisors, rounded once."""
+    numerator, denominator = float(part.factor).as_integer_ratio()
+    numerator *= times
+    for divisor in part.divisors:
+        over, under = float(divisor).as_integer_ratio()
+        numerator, denominator = numerator * under, denominator * over
+    if denominator == 0:
+        raise RuntimeError(f"the loss is divided by 0. {_FIX}")
+    return numerator / denominator
+
+
+def _require_same_weights(weights: dict[tuple[str, ...], set[float]], memory: Memory) -> None:
+    """Refuse weights that differ from those of an earlier batch: their numbers were computed from the batch."""
+    for kind, now in weights.items():
+        before = memory.weights.setdefault(kind, now)
+        for weight in now - before:
+            raise RuntimeError(
+                f"the loss weights an example by {weight:g}, in an earlier batch by "
+                f"{' or '.join(map('{:g}'.format, sorted(before)))}: a number that depends on the batch, such as its "
+                f"size, lets every example change the others' gradients. {_FIX}"
+            )
+
+
+def _require_same_constants(constants: list[Constant], memory: Memory) -> None:
+    """Refuse operands without batch dimension that differ from those of an earlier batch."""
+    for number, (name, value) in enumerate(constants):
+        before = memory.constants.setdefault((name, number), value)
+        same = before.shape == value.shape and before.dtype == value.dtype
+        if same and before.data_ptr() == value.data_ptr() and before._version == value._version:
+            continue
+        if not (same and before.device == value.device and torch.equal(before, value)):
+            raise RuntimeError(
+                f"{name} of the loss has an operand of shape {tuple(value.shape)} that all examples share and that is "
+                "not the one of an earlier batch: computed from the batch, it lets every example change the others' "
+                f"gradients. {_FIX}"
+            )
+
+
+# ---- where the backward starts --------------------------------------------------------------------------------------
+
+
+def _seeds(part: _Part, weight: float, rows: int, constants: list[Constant]) -> Iterator[Seed]:
+    """The inputs of the reduction, each element of which weighs ``weight``."""
+    node, name = part.node, operation(part.node)
+    if not part.reduced:
+        shape = shape_of(node, part.output)
+        if math.prod(shape) != 1:
+            raise MixesExamples(f"it has shape {list(shape)}")
+        yield Seed(GradientEdge(node, part.output), _full(node, part.output, weight), 0)
+        return
+    if math.prod(shape_of(node, part.output)) != 1:
+        raise MixesExamples(f"{name} leaves {list(shape_of(node, part.output))}")
+    if name in ("Mean", "Sum"):
+        ((child, number),) = node.next_functions
+        if child is None or operation(child) == "AccumulateGrad":
+            return
+        yield Seed(
+            GradientEdge(child, number), _full(child, number, weight), _axis(name, shape_of(child, number), rows)
+        )
+        return
+    gradient = _FUSED.get(name)
+    (child, number), *others = node.next_functions
+    if gradient is None or child is None or any(other is not None for other, _ in others):
+        raise MixesExamples(f"{name} reduced it, whose backward dpkernels does not know for these inputs")
+    if operation(child) == "AccumulateGrad":
+        return
+    x = node._saved_self
+    axis = _axis(name, tuple(x.shape), rows) if x.dim() > (name in _OF_CLASSES) else 0
+    if x.dim() == 1 and name in _OF_CLASSES and rows != 1:
+        raise MixesExamples(f"{name} has the labels of one example")
+    for operand in ("target", "weight", "pos_weight"):
+        value = getattr(node, f"_saved_{operand}", None)
+        aligned = name in _OF_CLASSES or not isinstance(value, Tensor) or value.dim() == x.dim()
+        has_batch = aligned and operand != "pos_weight" and not (name in _OF_CLASSES and operand == "weight")
+        if not isinstance(value, Tensor) or (value.dim() == 0 and rows == 1):
+            continue
+        if not (has_batch and value.size(0) == x.size(0) and (value.stride(0) or len(x) == 1)):
+            constants.append(Constant.of(f"{name}.{operand}", value))
+    with torch.no_grad():
+        yield Seed(GradientEdge(child, number), gradient(node, weight), axis)
+
+
+def _full(node: Any, output: int, weight: float) -> Tensor:
+    about = node._input_metadata[output]
+    return torch.full((), weight, dtype=about.dtype, device=about.device).expand(tuple(about.shape))
+
+
+def _axis(name: str, shape: tuple[int, ...], rows: int) -> int:
+    """The batch dimension of what is reduced: the first whose size is a multiple of the batch's."""
+    axis = next((dim for dim, size in enumerate(shape) if size >= rows and size % rows == 0), None)
+    if axis is None and rows == 1:
+        return 0
+    if axis is None:
+        raise MixesExamples(f"{name} is taken over {list(shape)}, which has no dimension of {rows} examples")
+    return axis
+
+
+def _like(node: Any, weight: float, shape: Any = None) -> Tensor:
+    """The gradient of a loss without reduction, of its input's shape unless told otherwise."""
+    x = node._saved_self
+    return x.new_full(x.shape if shape is None else shape, weight)
+
+
+def _nll(backward: Any) -> Callable[[Any, float], Tensor]:
+    def gradient(node: Any, weight: float) -> Tensor:
+        x, target = node._saved_self, node._saved_target
+        ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
+        upstream = _like(node, weight, target.shape)
+        result: Tensor = backward(upstream, x, target, node._saved_weight, 0, ignored, node._saved_total_weight)
+        return result
+
+    return gradient
+
+
+def _with_logits(node: Any, weight: float) -> Tensor:
+    x, target = node._saved_self, node._saved_target
+    gradient: Tensor = x.sigmoid() - target
+    if node._saved_pos_weight is not None:
+        positive = node._saved_pos_weight * target
+        gradient = (positive + 1 - target) * x.sigmoid() - positive
+    if node._saved_weight is not None:
+        gradient = gradient * node._saved_weight
+    return gradient * weight
+
+
+_aten = torch.ops.aten
+_OF_CLASSES = {"NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss"}  # reduce classes, too
+_MARGINS = {"MultiMarginLoss", "MultilabelMarginLoss"}
+#: Losses that torch reduces in one step with their formula: the gradient of their input where each element, or each
+#: example's label, weighs the same.
+_FUSED: dict[str, Callable[[Any, float], Tensor]] = {
+    "NllLoss": _nll(_aten.nll_loss_backward.default),
+    "NllLoss2D": _nll(_aten.nll_loss2d_backward.default),
+    "MseLoss": lambda n, w: _aten.mse_loss_backward.default(_like(n, w), n._saved_self, n._saved_target, 0),
+    "SmoothL1Loss": lambda n, w: _aten.smooth_l1_loss_backward.default(
+        _like(n, w), n._saved_self, n._saved_target, 0, n._saved_beta
+    ),
+    "HuberLoss": lambda n, w: _aten.huber_loss_backward.default(
+        _like(n, w), n._saved_self, n._saved_target, 0, n._saved_delta
+    ),
+    "BinaryCrossEntropy": lambda n, w: _aten.binary_cross_entropy_backward.default(
+        _like(n, w), n._saved_self, n._saved_target, n._saved_weight, 0
+    ),
+    "BinaryCrossEntropyWithLogits": _with_logits,
+    "SoftMarginLoss": lambda n, w: _aten.soft_margin_loss_backward.default(
+        _like(n, w), n._saved_self, n._saved_target, 0
+    ),
+    "MultiMarginLoss": lambda n, w: _aten.multi_margin_loss_backward.default(
+        _like(n, w, n._saved_target.shape),
+        n._saved_self,
+        n._saved_target,
+        n._saved_p,
+        n._saved_margin,
+        n._saved_weight,
+        0,
+    ),
+    "MultilabelMarginLoss": lambda n, w: _aten.multilabel_margin_loss_backward.default(
+        _like(n, w, n._saved_target.shape[:-1]), n._saved_self, n._saved_target, 0, n._saved_is_target
+    ),
+}

@@ -1,10 +1,13 @@
 """Replaces the forward of single module instances, without a trace in their copies, pickles and saved files."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _ATTRIBUTES = ("forward", "__getstate__", "__deepcopy__")
 
@@ -37,3 +40,24 @@ def unpatch(module: nn.Module) -> None:
     """Undo :func:`patch`."""
     for name in _ATTRIBUTES:
         vars(module).pop(name, None)
+
+
+def release(modules: list[nn.Module], watched: dict[int, RemovableHandle]) -> None:
+    """Leave the model as it was."""
+    for module in modules:
+        unpatch(module)
+    for handle in watched.values():
+        handle.remove()
+    modules.clear()
+    watched.clear()
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable`` where a compiler looks, and no wrapper otherwise."""
+    outside = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call

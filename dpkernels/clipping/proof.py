@@ -38,17 +38,17 @@ _LAST_PLACES = 2.0**-9
 _Pair = tuple[Tensor | None, Tensor | None]  # an output's gradient, and the one of weighted losses
 
 
-def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) -> list[Use]:
+def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int, look: int = 0) -> list[Use]:
     """Narrow down whose the rows of each use's output gradient are, and mark what is settled.
 
-    The graph is kept. Fills ``use.owners``.
+    The graph is kept. Fills ``use.owners``. Another ``look`` gives the examples other weights.
 
     Returns:
         The uses of which no dimension belongs to single examples.
     """
     half = any(m.dtype == torch.float16 for node in graph.nodes for m in getattr(node, "_input_metadata", ()))
     count, higher = (_EXPONENTS_HALF, _HIGHER_HALF) if half else (_EXPONENTS, _HIGHER)
-    random = torch.Generator().manual_seed(batch)  # the user's stream of random numbers stays as it is
+    random = torch.Generator().manual_seed(1000 * look + batch)  # the user's stream of random numbers stays as it is
     exponents = torch.randperm(batch, generator=random) % count - count // 2
     weights = torch.ldexp(torch.ones(batch, dtype=torch.float64), exponents)
     seen = _pairs(graph, uses, roots, weights, 0)
@@ -63,6 +63,13 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int) 
             if not _narrow(use, pairs, weights, counted, half)
         ]
     return failed
+
+
+def assume_usual(graph: Graph, uses: Sequence[Use], batch: int) -> None:
+    """Fill ``use.owners`` with the likeliest for each output."""
+    for use in uses:
+        shapes = [tuple(m.shape) for m in graph.nodes[use.node]._input_metadata]
+        use.owners = [list(candidates(shape, batch))[:1] for shape in shapes]
 
 
 def _pairs(

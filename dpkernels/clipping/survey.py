@@ -45,6 +45,12 @@ def _refusal(module: nn.Module) -> str | None:
         return "a TorchScript module cannot be captured. Attach to the Python module that it was made from"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
         return "its parameters are not initialized. Run one forward pass before attaching"
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_complex() and parameter.requires_grad:
+            return (
+                f"its parameter {name!r} is complex ({parameter.dtype}), whose gradients are not clipped. Hold it as a "
+                "real parameter, torch.view_as_real(weight), and use torch.view_as_complex in the forward"
+            )
     hooks = module._forward_pre_hooks.values()
     if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
         return "spectral normalization updates a buffer in every training forward. Remove it"

@@ -6,7 +6,9 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,15 +21,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from dpkernels._files import bad_file, open_regular, reason, require_memory
 from dpkernels.accounting.locked_file import file_locks
 from dpkernels.data.cache import cache_folder
 from dpkernels.data.images import ImageDataset, ImageSplit
-from dpkernels.data.raw import bad_file, check_labels
+from dpkernels.data.raw import check_labels, count_classes
 
 _FORMAT = 1
 _BATCH = 1024  # rows computed at once
 _KEPT = 8  # batches after which a build that is broken off goes on
+_CHECKED = 2**18  # numbers looked at at once
 _DIGITS = 20  # of the note of how many rows are on disk
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.12 and older have no name for it
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 DTYPES: dict[str, np.dtype] = {"float16": np.dtype("float16"), "float32": np.dtype("float32")}
 
 
@@ -82,15 +89,31 @@ class ArraySplit(Dataset[tuple[Tensor, int]]):
 def open_array(path: Path) -> Tensor:
     """An array in a .npy file as a tensor that is read from the file when it is used. Nothing writes to the file.
 
-    Raises ValueError that names the file, where it is no array of float16 or float32.
+    Raises ValueError that names the file, where it is no array of float16 or float32 [examples, ...], or is empty.
     """
-    try:
-        array = np.load(path, mmap_mode="c")  # copy on write: torch wants memory that it may write to
-    except (ValueError, EOFError, OSError) as error:
-        raise bad_file(path, "an array as numpy.save writes it", str(error)) from None
-    if not isinstance(array, np.ndarray) or array.dtype not in DTYPES.values() or array.ndim < 2:
-        raise bad_file(path, "float16 or float32 [examples, ...]", f"{array.dtype} {array.shape}")
+    array = _mapped(path)
+    if array.dtype not in DTYPES.values() or array.ndim < 2 or not array.size:
+        raise bad_file(path, "float16 or float32 [examples, ...], one number at least", f"{array.dtype} {array.shape}")
     return torch.from_numpy(array)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array in a .npy file, mapped into memory."""
+    with open_regular(path) as file:
+        try:
+            shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+            begin, count = file.tell(), math.prod(shape)
+            there = os.fstat(file.fileno()).st_size - begin
+            if dtype.hasobject or count < 0 or count * dtype.itemsize != there:
+                raise ValueError(f"{there} bytes follow a header that says {dtype} {shape}")
+            # Copy on write: torch wants memory that it may write to. None is set aside for it, since none will be.
+            content = mmap.mmap(file.fileno(), 0, flags=_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return np.frombuffer(content, dtype, count, begin).reshape(shape, order="F" if fortran else "C")
+        except OSError:
+            raise
+        except Exception as error:  # a damaged header raises nearly anything, MemoryError where it nests deeply
+            why = "its header makes no sense" if isinstance(error, (MemoryError, KeyError)) else reason(error)
+            raise bad_file(path, "an array as numpy.save writes it", f"another file: {why}") from None
 
 
 FILES = ("train.npy", "train-labels.npy", "test.npy", "test-labels.npy")
@@ -103,27 +126,38 @@ def read_arrays(folder: Path) -> ImageDataset | None:
     Classes are 0 to the largest label of the test split, which is public. Raises ValueError or FileNotFoundError that
     names the file.
     """
-    if not (folder / FILES[0]).exists():
+    if not os.path.lexists(folder / FILES[0]):
         return None
     for file in FILES:
-        if not (folder / file).exists():
+        if not os.path.lexists(folder / file):
             raise FileNotFoundError(f"{folder}: expected {', '.join(FILES)}, {file} is missing")
 
     def labels(file: str) -> np.ndarray:
-        values = np.load(folder / file)
-        if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
-            raise bad_file(folder / file, "integers [examples], one at least", f"{values.dtype} {values.shape}")
-        return values.astype(np.int64)
-
-    test_labels = labels("test-labels.npy")
-    count = int(test_labels.max()) + 1
+        values = _mapped(folder / file)
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise bad_file(folder / file, "integers [examples]", f"{values.dtype} {values.shape}")
+        require_memory(folder / file, 8 * len(values))
+        return values
 
     def split(name: str) -> ArraySplit:
-        rows, own = open_array(folder / f"{name}.npy"), labels(f"{name}-labels.npy")
-        check_labels(folder / f"{name}-labels.npy", own, len(rows), count)
+        rows = open_array(folder / f"{name}.npy")
+        own = check_labels(folder / f"{name}-labels.npy", labels(f"{name}-labels.npy"), len(rows), count)
+        _check_finite(folder / f"{name}.npy", rows)
         return ArraySplit(rows, torch.from_numpy(own))
 
+    count = count_classes(folder / "test-labels.npy", labels("test-labels.npy"))
     return ImageDataset(folder.resolve().name, tuple(map(str, range(count))), split("train"), split("test"))
+
+
+def _check_finite(path: Path, rows: Tensor) -> None:
+    """Read all rows once; ValueError where one is infinite or not a number: training drops such examples silently."""
+    size = max(1, _CHECKED // max(1, rows[0].numel()))
+    total = tqdm(total=len(rows), desc=f"checking {path.name}", unit=" rows", delay=1.0, disable=None, leave=False)
+    with total as progress:
+        for some in rows.split(size):
+            if not torch.stack(torch.aminmax(some)).isfinite().all():
+                raise bad_file(path, "finite numbers", "infinite ones, or some that are not a number")
+            progress.update(len(some))
 
 
 def with_features(
@@ -160,9 +194,13 @@ def with_features(
             raise TypeError(f"{name} must be images, got {type(split).__name__}")
         key = _key(split, tuple(shape), fingerprint, dtype)
         path = place / f"{dataset.name.replace(os.sep, '-')}-{name}-{key}.npy"
-        if not path.exists():
+        if not os.path.lexists(path):
             _build(path, split, transform, tuple(shape), DTYPES[dtype], f"features of {dataset.name}, {name}")
-        return ArraySplit(open_array(path), split.labels, split.value_range)
+        rows = open_array(path)
+        if (rows.shape, rows.dtype) != ((len(split), *shape), getattr(torch, dtype)):
+            got = f"{rows.dtype} {tuple(rows.shape)}: delete it, and it is computed again"
+            raise bad_file(path, f"features {dtype} {(len(split), *shape)}", got)
+        return ArraySplit(rows, split.labels, split.value_range)
 
     return replace(dataset, train=replaced("train"), test=replaced("test"))
 
@@ -192,7 +230,7 @@ def _build(
         if path.exists():  # another process made it while this one waited
             return
         try:
-            with open(os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            with open_regular(unfinished, os.O_RDWR | os.O_CREAT, 0o600) as file:
                 done = _noted(note, len(split))
                 if os.fstat(file.fileno()).st_size < len(header.getvalue()) + done * row:
                     done = 0
@@ -213,7 +251,7 @@ def _build(
                                 f"got {tuple(features.shape)}"
                             )
                         largest = features.abs().amax().item() if features.numel() else 0.0
-                        if largest > float(np.finfo(dtype).max):
+                        if not largest <= float(np.finfo(dtype).max):  # nor is it a number
                             raise ValueError(f"dtype must hold the features, got {dtype} for {largest:g}")
                         file.write(np.ascontiguousarray(features.numpy().astype(dtype)).data)
                         progress.update(len(images))
@@ -250,6 +288,6 @@ def _note(note: BinaryIO, rows: int) -> None:
 def _alone(unfinished: Path) -> Iterator[BinaryIO]:
     """While no other process builds the same file; yields the lock's own file. The lock ends with its process."""
     fcntl = file_locks("a cache of features")
-    with open(os.open(unfinished.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as lock:
+    with open_regular(unfinished.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock

@@ -14,17 +14,24 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dpkernels.data.raw import RawImages
+from dpkernels._files import require_regular
+from dpkernels.data.raw import RawImages, check_labels
 
 _FORMAT = 1
 _ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def cache_folder() -> Path:
-    """DPKERNELS_CACHE, else dpkernels in XDG_CACHE_HOME, else ~/.cache/dpkernels."""
+    """DPKERNELS_CACHE, else dpkernels in XDG_CACHE_HOME, else ~/.cache/dpkernels.
+
+    Raises RuntimeError where the user has no home.
+    """
     if own := os.environ.get("DPKERNELS_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dpkernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dpkernels"
+    except RuntimeError as error:
+        raise RuntimeError(f"set the environment variable DPKERNELS_CACHE to a folder for caches: {error}") from None
 
 
 def cached(source: Path, fingerprint: str, decode: Callable[[], RawImages]) -> RawImages:
@@ -43,20 +50,27 @@ def cached(source: Path, fingerprint: str, decode: Callable[[], RawImages]) -> R
         images = decode()
         try:
             _save(entry, stamp, images)
-        except OSError as error:
+        except (OSError, SafetensorError, UnicodeError) as error:  # of a name that is no text
             warnings.warn(f"decoded images could not be kept in {entry.parent}: {error}", stacklevel=2)
     return images
 
 
 def _load(entry: Path, stamp: dict[str, str]) -> RawImages | None:
     try:
+        require_regular(entry)
         with safe_open(entry, framework="numpy") as file:
             metadata = file.metadata() or {}
             if not stamp.items() <= metadata.items():
                 return None
             arrays = {name: file.get_tensor(name) for name in _ARRAYS}
-            return RawImages(**arrays, classes=tuple(json.loads(metadata["classes"])))
-    except (OSError, SafetensorError, KeyError, ValueError):
+            classes = tuple(map(str, json.loads(metadata["classes"])))
+            for split in ("train", "test"):
+                images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+                if (images.dtype, images.ndim, labels.dtype, labels.ndim) != (np.uint8, 4, np.int64, 1):
+                    return None
+                check_labels(entry, labels, len(images), len(classes))
+            return RawImages(**arrays, classes=classes)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):
         return None
 
 

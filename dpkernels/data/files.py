@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpkernels._files import bad_file, read_regular, require_regular
 from dpkernels.data.images import ImageDataset, scaled
-from dpkernels.data.raw import EIGHT_BIT_MODES, IMAGE_EXTENSIONS, Bytes, bad_file
+from dpkernels.data.pictures import EXTENSIONS, decoded, is_picture
+from dpkernels.data.raw import Bytes
+from dpkernels.data.unpacking import LARGEST_FILE
 
 CROP = 7 / 8  # of the shorter side: 224 of 256 pixels, as photographs are usually evaluated
 _TEST_FOLDERS = ("test", "val")
@@ -76,19 +78,12 @@ class FileSplit(Dataset[tuple[Tensor, int]]):
     def _decode(self, index: int) -> Bytes:
         """uint8 [size, size, 3]"""
         path = self.folder / os.fsdecode(self.names[index])
-        try:
-            with Image.open(path) as image:
-                mode = image.mode
-                if mode in EIGHT_BIT_MODES:
-                    return self._cropped(image)
-        except Exception as error:  # decoders raise nearly anything on a damaged file
-            raise bad_file(path, "an image", f"{type(error).__name__}: {error}") from None
-        raise bad_file(path, "an image with 8 bits a channel", f"Pillow mode {mode}")
+        return decoded(path, read_regular(path, LARGEST_FILE), self._cropped)
 
-    def _cropped(self, image: Any) -> Bytes:
+    def _cropped(self, image: Image.Image) -> Bytes:
         shrink = self.size / (CROP * min(image.size))
         if shrink < 1:  # a JPEG can be decoded at a half, a quarter or an eighth of its size
-            image.draft("RGB", tuple(int(_GAP / 2 * shrink * side) for side in image.size))
+            image.draft("RGB", (int(_GAP / 2 * shrink * image.width), int(_GAP / 2 * shrink * image.height)))
         square = image.convert("RGB")
         side = CROP * min(square.size)
         left, top = ((whole - side) / 2 for whole in square.size)
@@ -114,7 +109,7 @@ def read_photographs(folder: Path, size: int, value_range: tuple[float, float]) 
     def split(where: Path, files: dict[str, list[bytes]]) -> FileSplit:
         names = np.array([name for own in files.values() for name in own], np.bytes_)
         if not len(names):
-            raise bad_file(where, f"{_LAYOUT}, of the types {sorted(IMAGE_EXTENSIONS)}", "no image")
+            raise bad_file(where, f"{_LAYOUT}, of the types {sorted(EXTENSIONS)}", "no image")
         counts = torch.tensor([len(files.get(label, ())) for label in classes])
         labels = torch.arange(len(classes)).repeat_interleave(counts)
         return FileSplit(where, names, labels, size, value_range)
@@ -126,12 +121,10 @@ def _files(folder: Path) -> dict[str, list[bytes]]:
     """The images of every class that has any, as class/name."""
     found: dict[str, list[bytes]] = {}
     for label in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()):
-        names = sorted(entry.name for entry in os.scandir(folder / label))
-        images = [name for name in names if _is_image(name)]
+        images = [entry for entry in os.scandir(folder / label) if is_picture(entry.name)]
+        for entry in images:
+            if not entry.is_file(follow_symlinks=False) and not entry.is_symlink():  # where links lead is seen later
+                require_regular(entry.path)
         if images:
-            found[label] = [os.fsencode(f"{label}/{name}") for name in images]
+            found[label] = [os.fsencode(f"{label}/{name}") for name in sorted(entry.name for entry in images)]
     return found
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in IMAGE_EXTENSIONS and not name.startswith(".")

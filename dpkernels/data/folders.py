@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,8 +12,11 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from dpkernels._files import bad_file, read_regular, require_memory, require_regular
 from dpkernels.data.cache import cached
-from dpkernels.data.raw import COLOUR_MODES, GRAY_MODES, IMAGE_EXTENSIONS, Bytes, Labels, RawImages, bad_file
+from dpkernels.data.pictures import EXTENSIONS, Unfit, decoded, gray_or_rgb, is_picture
+from dpkernels.data.raw import Bytes, Labels, RawImages
+from dpkernels.data.unpacking import LARGEST_FILE, read_members
 
 _SPLITS = ("train", "test")
 _LAYOUT = "train/<class>/<image> and test/<class>/<image>"
@@ -34,6 +34,10 @@ class _Entry:
     def order(self) -> tuple[str, str, str]:
         return self.split, self.label, self.name
 
+    @property
+    def path(self) -> str:
+        return "/".join(self.order)
+
 
 def read_image_folder(folder: Path) -> RawImages:
     """The images under folder/train and folder/test, in the order of class and file name.
@@ -45,13 +49,10 @@ def read_image_folder(folder: Path) -> RawImages:
     files = {entry: folder / entry.split / entry.label / entry.name for entry in _walk(folder)}
     seen = hashlib.sha256()
     for entry, path in files.items():
-        status = path.stat()
+        status = require_regular(path)
         seen.update(os.fsencode(f"{entry.order} {status.st_size} {status.st_mtime_ns}\n"))
-    return cached(
-        folder,
-        seen.hexdigest(),
-        lambda: _collect(folder, ((entry, path.read_bytes()) for entry, path in files.items()), len(files)),
-    )
+    contents = ((entry, read_regular(path, LARGEST_FILE)) for entry, path in files.items())
+    return cached(folder, seen.hexdigest(), lambda: _collect(folder, contents, len(files)))
 
 
 def read_image_tar(path: Path) -> RawImages:
@@ -59,86 +60,75 @@ def read_image_tar(path: Path) -> RawImages:
 
     Nothing is unpacked to the disk. Decoded once, then read from the cache.
     """
-    status = path.stat()
-    return cached(path, f"{status.st_size} {status.st_mtime_ns}", lambda: _collect(path, _members(path), None))
+    status = require_regular(path)
+    members = read_members(path, _inside)
+    return cached(path, f"{status.st_size} {status.st_mtime_ns}", lambda: _collect(path, members, None))
 
 
 def _walk(folder: Path) -> Iterator[_Entry]:
-    for split in _SPLITS:
+    for split in reversed(_SPLITS):  # the first image decides the size, and should be a public one
         if not (folder / split).is_dir():
             raise FileNotFoundError(f"{folder}: expected {_LAYOUT}, the folder {split} is missing")
         for directory in sorted(path for path in (folder / split).iterdir() if path.is_dir()):
             for file in sorted(directory.iterdir()):
-                if file.suffix.lower() in IMAGE_EXTENSIONS and not file.name.startswith("."):
+                if is_picture(file.name):
                     yield _Entry(split, directory.name, file.name)
 
 
-def _members(path: Path) -> Iterator[tuple[_Entry, bytes]]:
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                parts = PurePosixPath(member.name).parts
-                if len(parts) == 4 and parts[0] not in _SPLITS:
-                    parts = parts[1:]
-                if not member.isfile() or len(parts) != 3 or parts[0] not in _SPLITS:
-                    continue
-                name = PurePosixPath(parts[2])
-                if name.suffix.lower() in IMAGE_EXTENSIONS and not name.name.startswith("."):
-                    file = archive.extractfile(member)
-                    assert file is not None  # it is a regular file
-                    yield _Entry(*parts), file.read()
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise bad_file(path, "a whole tar archive", f"one that does not unpack: {error}") from None
+def _inside(name: str) -> _Entry | None:
+    """What the member `name` of an archive is, where it is an image of the data set."""
+    parts = PurePosixPath(name).parts
+    if len(parts) == 4 and parts[0] not in _SPLITS:
+        parts = parts[1:]
+    if len(parts) != 3 or parts[0] not in _SPLITS or not is_picture(parts[2]):
+        return None
+    return _Entry(*parts)
 
 
 def _collect(source: Path, files: Iterator[tuple[_Entry, bytes]], total: int | None) -> RawImages:
     progress = tqdm(files, f"decoding {source.name}", total, unit=" images", delay=1.0, disable=None, leave=False)
-    images = {entry: _decode(source, entry, content) for entry, content in progress}
+    images: dict[_Entry, Bytes] = {}
+    first: _Entry | None = None
+    held = 0
+    for entry, content in progress:
+        image = _decode(source, entry, content, None if first is None else (first, images[first].shape))
+        first = first or entry
+        images[entry] = image
+        held += image.nbytes
+        require_memory(source, 2 * max(held, (total or 0) * image.nbytes))  # apart, and then in one array
     entries = sorted(images, key=lambda entry: entry.order)
     by_split = {split: [entry for entry in entries if entry.split == split] for split in _SPLITS}
     for split in _SPLITS:
         if not by_split[split]:
-            raise bad_file(source, f"{_LAYOUT}, of the types {sorted(IMAGE_EXTENSIONS)}", f"no image in {split}")
+            raise bad_file(source, f"{_LAYOUT}, of the types {sorted(EXTENSIONS)}", f"no image in {split}")
     classes = sorted({entry.label for entry in by_split["train"]})
-    unknown = {entry.label for entry in by_split["test"]} - set(classes)
+    numbers = {label: number for number, label in enumerate(classes)}
+    unknown = {entry.label for entry in by_split["test"]} - numbers.keys()
     if unknown:
         raise bad_file(source, "the classes of train in test", f"{sorted(unknown)}, which train does not have")
 
-    reference = images[by_split["test"][0]]
     gray = all(images[entry].ndim == 2 for entry in by_split["test"])
-    shape = reference.shape[:2] if gray else (*reference.shape[:2], 3)
+    height, width = images[by_split["test"][0]].shape[:2]
 
     def stack(split: str) -> tuple[Bytes, Labels]:
-        pixels = np.empty((len(by_split[split]), 1 if gray else 3, *shape[:2]), np.uint8)
+        pixels = np.empty((len(by_split[split]), 1 if gray else 3, height, width), np.uint8)
         for row, entry in enumerate(by_split[split]):
             image = images[entry]
-            if image.shape[:2] != shape[:2] or (gray and image.ndim == 3):
-                raise bad_file(
-                    source / entry.split / entry.label / entry.name,
-                    f"{_describe(shape)} as in the test images",
-                    _describe(image.shape),
-                )
+            if gray and image.ndim == 3:
+                raise bad_file(source / entry.path, "grayscale as in the test images", "RGB")
             pixels[row] = image if image.ndim == 2 else image.transpose(2, 0, 1)
-        labels = np.array([classes.index(entry.label) for entry in by_split[split]], np.int64)
-        return pixels, labels
+        return pixels, np.array([numbers[entry.label] for entry in by_split[split]], np.int64)
 
     return RawImages(*stack("train"), *stack("test"), classes=tuple(classes))
 
 
-def _describe(shape: tuple[int, ...]) -> str:
-    return f"{'RGB' if len(shape) == 3 else 'grayscale'} {shape[0]}x{shape[1]}"
+def _decode(source: Path, entry: _Entry, content: bytes, first: tuple[_Entry, tuple[int, ...]] | None) -> Bytes:
+    """uint8 [height, width] for grayscale, [height, width, 3] for colour. first: the image whose size all have."""
 
+    def convert(image: Image.Image) -> Bytes:
+        size = image.height, image.width
+        if first is not None and size != first[1][:2]:
+            raise Unfit(f"{'{}x{}'.format(*first[1])} pixels as in {first[0].path}", "{}x{}".format(*size))
+        return gray_or_rgb(image)
 
-def _decode(source: Path, entry: _Entry, content: bytes) -> Bytes:
-    """uint8 [height, width] for grayscale, [height, width, 3] for colour."""
-    path = source / entry.split / entry.label / entry.name
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            if image.mode in GRAY_MODES:
-                return np.asarray(image.convert("L"))
-            if image.mode in COLOUR_MODES:
-                return np.asarray(image.convert("RGB"))
-            mode = image.mode
-    except Exception as error:  # decoders raise nearly anything on a damaged file
-        raise bad_file(path, "an image", f"{type(error).__name__}: {error}") from None
-    raise bad_file(path, "an image with 8 bits a channel", f"Pillow mode {mode}")
+    return decoded(source / entry.path, content, convert)

@@ -6,17 +6,17 @@ A file is two zero bytes, the type of its numbers (8: unsigned byte), the number
 
 from __future__ import annotations
 
-import gzip
 import math
+import os
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 
-from dpkernels.data.raw import Bytes, Labels, RawImages, bad_file, check_labels
+from dpkernels._files import bad_file, open_regular, require_memory
+from dpkernels.data.raw import Bytes, Labels, RawImages, check_labels
+from dpkernels.data.unpacking import Unpacked, UnpackError
 
-_GZIP = b"\x1f\x8b"
 _UNSIGNED_BYTE = 8
 _ROLES = {
     "train_images": ("train-images", 3),
@@ -27,24 +27,38 @@ _ROLES = {
 
 
 def read_idx(path: Path, rank: int) -> Bytes:
-    """The array in an IDX file of unsigned bytes with `rank` dimensions; ValueError says what is wrong with it."""
-    content = path.read_bytes()
-    if content[:2] == _GZIP:
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, OSError, zlib.error) as error:
-            raise bad_file(path, "a whole gzip file", f"one that does not unpack: {error}") from None
+    """The array in an IDX file of unsigned bytes with `rank` dimensions; ValueError says what is wrong with it.
+
+    No more is read, and nothing more unpacked, than the header says and one byte.
+    """
     header = 4 + 4 * rank
     magic = struct.pack(">HBB", 0, _UNSIGNED_BYTE, rank)
-    if content[:4] != magic:
-        raise bad_file(path, f"an IDX file of bytes with {rank} dimensions (magic {magic.hex()})", content[:4].hex())
-    if len(content) < header:
-        raise bad_file(path, f"a header of {header} bytes", f"{len(content)} bytes: the file is truncated")
-    sizes = struct.unpack(f">{rank}I", content[4:header])
-    expected = header + math.prod(sizes)
-    if len(content) != expected:
-        raise bad_file(path, f"{expected} bytes for an array of {'x'.join(map(str, sizes))}", f"{len(content)}")
-    return np.frombuffer(content, np.uint8, offset=header).reshape(sizes)
+    with open_regular(path) as file:
+        try:
+            content = Unpacked(file)
+            content.allow(header)
+            start = content.read(header)
+            if start[:4] != magic:
+                expected = f"an IDX file of bytes with {rank} dimensions (magic {magic.hex()})"
+                raise bad_file(path, expected, start[:4].hex())
+            if len(start) < header:
+                raise bad_file(path, f"a header of {header} bytes", f"{len(start)} bytes: the file is truncated")
+            sizes = struct.unpack(f">{rank}I", start[4:])
+            if not math.prod(sizes):
+                raise bad_file(path, "one number at least", f"an array of {'x'.join(map(str, sizes))}")
+            promised = f"{header + math.prod(sizes)} bytes for an array of {'x'.join(map(str, sizes))}"
+            there = os.fstat(file.fileno()).st_size
+            if not content.is_packed and there != header + math.prod(sizes):
+                raise bad_file(path, promised, f"{there}")
+            require_memory(path, math.prod(sizes))
+            content.allow(math.prod(sizes) + 1)
+            values = content.read(math.prod(sizes) + 1)
+        except UnpackError as error:
+            raise bad_file(path, "a whole gzip file", f"one that does not unpack: {error}") from None
+    if len(values) != math.prod(sizes):
+        more = "more" if len(values) > math.prod(sizes) else f"{header + len(values)}"
+        raise bad_file(path, promised, more)
+    return np.frombuffer(values, np.uint8).reshape(sizes)
 
 
 def find_idx(folder: Path) -> dict[str, Path] | None:
@@ -53,7 +67,7 @@ def find_idx(folder: Path) -> dict[str, Path] | None:
     for role, (part, rank) in _ROLES.items():
         for name in (f"{part}-idx{rank}-ubyte", f"{part}.idx{rank}-ubyte"):
             for candidate in (folder / name, folder / f"{name}.gz"):
-                if candidate.is_file():
+                if os.path.lexists(candidate):
                     found.setdefault(role, candidate)
     if not found:
         return None
@@ -69,9 +83,7 @@ def read_idx_folder(files: dict[str, Path], classes: tuple[str, ...]) -> RawImag
     def split(name: str) -> tuple[Bytes, Labels]:
         images = read_idx(files[f"{name}_images"], rank=3)
         path = files[f"{name}_labels"]
-        labels = read_idx(path, rank=1).astype(np.int64)
-        check_labels(path, labels, len(images), len(classes))
-        return images[:, None], labels
+        return images[:, None], check_labels(path, read_idx(path, rank=1), len(images), len(classes))
 
     train_images, train_labels = split("train")
     test_images, test_labels = split("test")

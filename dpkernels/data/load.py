@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,8 @@ _GARMENTS = (
     "Ankle boot",
 )
 _TORCHVISION = "torchvision:"
+_MOST_IDX_CLASSES = 256  # a label is a byte
+_LARGEST_SIDE = 8192
 _IDX_HINT = "{train,t10k}-{images-idx3,labels-idx1}-ubyte[.gz]"
 _CIFAR_HINT = f"{FOLDER}/, cifar-10-python.tar.gz, or images as train/<class>/ and test/<class>/ in a folder or a tar"
 
@@ -127,7 +128,9 @@ def load_dataset(
         )
     if path.is_dir() and (features := read_arrays(path)) is not None:
         return features
-    classes = tuple(str(label) for label in range(10 if num_classes is None else num_classes))
+    if num_classes is not None and not (type(num_classes) is int and 1 <= num_classes <= _MOST_IDX_CLASSES):
+        raise ValueError(f"num_classes must be an integer from 1 to {_MOST_IDX_CLASSES}, got {num_classes!r}")
+    classes = tuple(map(str, range(num_classes or 10)))
     raw_or_none = _read(path, classes)
     if raw_or_none is None:
         raise FileNotFoundError(f"{path}: expected {_IDX_HINT}, or {_CIFAR_HINT}, got none of them")
@@ -135,8 +138,8 @@ def load_dataset(
 
 
 def _load_photographs(text: str, image_size: int, value_range: tuple[float, float]) -> ImageDataset:
-    if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
-        raise ValueError(f"image_size must be a positive number of pixels, got {image_size!r}")
+    if type(image_size) is not int or not 1 <= image_size <= _LARGEST_SIDE:
+        raise ValueError(f"image_size must be a positive number of pixels up to {_LARGEST_SIDE}, got {image_size!r}")
     if not Path(text).is_dir():
         raise FileNotFoundError(f"name_or_folder must be a folder of images where image_size is given, got {text!r}")
     return read_photographs(Path(text), image_size, value_range)
@@ -168,12 +171,12 @@ def _load_named(name: str, root: Path, value_range: tuple[float, float]) -> Imag
 
 def _read(path: Path, idx_classes: tuple[str, ...]) -> RawImages | None:
     """Whatever kind of data set lies at `path`; None where there is none."""
-    if path.is_file():
-        return _read_tar(path) if tarfile.is_tarfile(path) else None
+    if not path.is_dir():
+        return _read_tar(path)
     if (files := find_idx(path)) is not None:
         return read_idx_folder(files, idx_classes)
     for folder in (path, path / FOLDER):
-        if (folder / "data_batch_1").is_file():
+        if os.path.lexists(folder / "data_batch_1"):
             return read_cifar10_folder(folder)
     if (path / "train").is_dir():
         return read_image_folder(path)
@@ -185,7 +188,7 @@ def _read(path: Path, idx_classes: tuple[str, ...]) -> RawImages | None:
 
 def _tars(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")):
+        if path.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")):
             yield path
 
 

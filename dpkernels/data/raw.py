@@ -1,20 +1,18 @@
-"""What a reader hands over: plain arrays, and the errors it raises about files."""
+"""What a reader hands over: plain arrays, with labels that fit them."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from dpkernels._files import Name, bad_file
+
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
-IMAGE_EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-GRAY_MODES = {"1", "L", "LA"}  # of Pillow, with 8 bits a channel at most
-COLOUR_MODES = {"RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB"}
-EIGHT_BIT_MODES = GRAY_MODES | COLOUR_MODES
+_MANY = 10_000  # classes of which a test split may lack most
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +27,28 @@ class RawImages:
     largest: int = 255
 
 
-def bad_file(path: str | os.PathLike[str], expected: str, got: str) -> ValueError:
-    """The error about a file that is not what it should be."""
-    return ValueError(f"{os.fspath(path)}: expected {expected}, got {got}")
-
-
-def check_labels(path: str | os.PathLike[str], labels: Labels, count: int, classes: int) -> None:
-    """Raise unless there are `count` labels, each in 0 .. classes - 1."""
+def check_labels(path: Name, labels: np.ndarray, count: int, classes: int) -> Labels:
+    """The integers `labels` as int64; ValueError unless there are `count`, one at least, each in 0 .. classes - 1."""
     if len(labels) != count:
-        raise bad_file(path, f"{count} labels, one per image", f"{len(labels)}")
+        raise bad_file(path, f"{count} labels, one per example", f"{len(labels)}")
+    if not count:
+        raise bad_file(path, "one example at least", "none")
     outside = labels[(labels < 0) | (labels >= classes)]
     if len(outside):
         raise bad_file(path, f"labels from 0 to {classes - 1}", f"{outside[0]} ({len(outside)} labels are outside)")
+    return labels.astype(np.int64)
+
+
+def count_classes(path: Name, labels: np.ndarray) -> int:
+    """How many classes there are where integers `labels`, of a public split, number them from 0.
+
+    Raises ValueError where there are none, and for a number so far above how many different ones occur that it numbers
+    no classes.
+    """
+    if not len(labels):
+        raise bad_file(path, "one example at least", "none")
+    count = int(labels.max()) + 1
+    most = max(_MANY, 10 * len(np.unique(labels)))
+    if count > most:
+        raise bad_file(path, f"classes numbered from 0, below {most:,} for these labels", f"label {count - 1}")
+    return count

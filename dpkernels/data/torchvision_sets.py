@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dpkernels.data.raw import Bytes, Labels, RawImages, bad_file, check_labels
+from dpkernels._files import bad_file, reason
+from dpkernels.data.raw import Bytes, Labels, RawImages, check_labels, count_classes
 
 
 def read_torchvision(name: str, root: Path, download: bool) -> RawImages:
@@ -31,11 +32,12 @@ def read_torchvision(name: str, root: Path, download: bool) -> RawImages:
     if train_images.shape[1:] != test_images.shape[1:]:
         raise bad_file(f"torchvision:{name}", f"test images of {train_images.shape[1:]}", f"{test_images.shape[1:]}")
     # The labels that occur are public facts of these published data sets.
-    largest = int(max(train_labels.max(initial=0), test_labels.max(initial=0)))
-    classes = tuple(str(label) for label in getattr(train, "classes", range(largest + 1)))
+    classes = getattr(train, "classes", None)
+    if classes is None:
+        classes = range(count_classes(f"torchvision:{name}", np.concatenate([train_labels, test_labels])))
     for labels in (train_labels, test_labels):
         check_labels(f"torchvision:{name}", labels, len(labels), len(classes))
-    return RawImages(train_images, train_labels, test_images, test_labels, classes)
+    return RawImages(train_images, train_labels, test_images, test_labels, tuple(map(str, classes)))
 
 
 def _open(kind: type, root: Path, train: bool, download: bool) -> Any:
@@ -53,6 +55,10 @@ def _open(kind: type, root: Path, train: bool, download: bool) -> Any:
         return kind(root, **options)
     except RuntimeError as error:  # torchvision's way to say that the files are not there
         raise FileNotFoundError(f"torchvision:{kind.__name__} in {root}: {error}") from None
+    except ImportError:
+        raise
+    except Exception as error:  # and it does not catch what its decoders raise
+        raise _damaged(f"torchvision:{kind.__name__} in {root}", error) from None
 
 
 def _arrays(name: str, dataset: Any) -> tuple[Bytes, Labels]:
@@ -60,8 +66,11 @@ def _arrays(name: str, dataset: Any) -> tuple[Bytes, Labels]:
     images: list[Bytes] = []
     labels: list[int] = []
     for index in range(len(dataset)):
-        image, label = dataset[index]
-        pixels = np.asarray(image)
+        try:
+            image, label = dataset[index]
+            pixels, number = np.asarray(image), int(label)
+        except Exception as error:
+            raise _damaged(f"torchvision:{name}[{index}]", error) from None
         if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3):
             raise bad_file(
                 f"torchvision:{name}[{index}]", "a grayscale or RGB image of 8 bits", f"{pixels.dtype} {pixels.shape}"
@@ -69,8 +78,12 @@ def _arrays(name: str, dataset: Any) -> tuple[Bytes, Labels]:
         if images and pixels.shape != images[0].shape:
             raise bad_file(f"torchvision:{name}[{index}]", f"one size, {images[0].shape}", f"{pixels.shape}")
         images.append(pixels)
-        labels.append(int(label))
+        labels.append(number)
     if not images:
         raise bad_file(f"torchvision:{name}", "at least one image", "none")
     stacked = np.stack(images)
     return stacked[:, None] if stacked.ndim == 3 else stacked.transpose(0, 3, 1, 2), np.array(labels, np.int64)
+
+
+def _damaged(where: str, error: Exception) -> ValueError:
+    return bad_file(where, "a labelled image of torchvision", f"{type(error).__name__}: {reason(error)}")

@@ -9,10 +9,12 @@ import pytest
 from scipy.special import expit
 
 import dpkernels
-from dpkernels.audit import two_worlds, two_worlds_bound
+from dpkernels.audit import two_worlds, two_worlds_bound, worlds
+from dpkernels.audit.bounds import two_probabilities_bound
 
-from .variants import CONFIDENCE, DELTA, SIGMA, VARIANTS, Variant, releases_at_once, scaled_noise
+from .variants import CONFIDENCE, DELTA, SIGMA, VARIANTS, Variant, scaled_noise, shifts
 
+POOL, EVENTS, COUNTS = 10_000, 30, 1000
 named = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 
 
@@ -35,7 +37,7 @@ def test_a_tenth_of_the_noise(factor: float, convicted: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if factor != 1.0:
             scaled_noise(factor)(patch)
-        bound = two_worlds_bound(*releases_at_once(1_000, 400, seed=1), delta=DELTA, confidence=CONFIDENCE)
+        bound = two_worlds_bound(*shifts(examples=400)(1, 400_000), delta=DELTA, confidence=CONFIDENCE)
     assert (bound > claim) == convicted, (bound, claim)
     assert bound > 0.9 * claim  # nearly tight
 
@@ -97,3 +99,26 @@ def test_bad_arguments(changes: dict[str, object], words: str) -> None:
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"scores and coins must be \[runs\]"):
         two_worlds_bound(np.zeros(5), np.zeros(6, dtype=bool), delta=0.0)
+
+
+@pytest.mark.slow
+@named
+def test_a_fault_is_missed_once_in_a_thousand_audits_at_most(variant: Variant) -> None:
+    """From many runs of the broken optimizer: which events audits choose, and how often the counts then convict.
+
+    What is right is convicted as rarely: that is the confidence of 99.9%.
+    """
+    scores, coins = variant.run(broken=True, seed=2, runs=max(POOL, 2 * variant.runs))
+    rng, half, missed = np.random.default_rng(0), variant.runs // 2, []
+    for _ in range(EVENTS):
+        chosen = rng.choice(len(scores), half, replace=False)
+        event = worlds._choose(scores[chosen], coins[chosen], DELTA, CONFIDENCE)
+        likelier = coins == event.likelier_with_x
+        more, fewer = (
+            float(count[0]) / runs for count, runs in map(event.count, (scores[likelier], scores[~likelier]))
+        )
+        runs = rng.binomial(half, 0.5, COUNTS)
+        hits, misses = rng.binomial(runs, more), rng.binomial(half - runs, fewer)
+        bounds = two_probabilities_bound((hits, runs), (misses, half - runs), delta=DELTA, confidence=CONFIDENCE)
+        missed.append(float(np.mean(bounds <= variant.claim())))
+    assert np.mean(missed) < 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import dpkernels as dpk
 from dpkernels.data import ArraySplit, ImageDataset, ImageSplit, load_dataset, with_features
+from tests.damage import one_outcome
 
 
 def images(count: int, seed: int = 0) -> ImageSplit:
@@ -179,6 +181,24 @@ def test_features_that_are_refused(dataset: ImageDataset, tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_features_that_are_no_numbers_are_not_kept(dataset: ImageDataset, tmp_path: Path, value: float) -> None:
+    with pytest.raises(ValueError, match=f"dtype must hold the features, got float32 for {value}"):
+        with_features(dataset, lambda x: value + x, shape=(1, 4, 4), fingerprint="x", dtype="float32", folder=tmp_path)
+    assert not list(tmp_path.glob("*.npy"))
+
+
+def test_a_kept_file_of_other_features_is_named(dataset: ImageDataset, tmp_path: Path) -> None:
+    build(dataset, Doubled(), tmp_path)
+    (path,) = tmp_path.glob("*-test-*.npy")
+    np.save(path, np.zeros((30, 2, 4, 5), np.float16))
+    with pytest.raises(ValueError, match=rf"{path.name}: expected features float16 \(30, 2, 4, 4\).*delete it"):
+        build(dataset, Doubled(), tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    assert "got a FIFO" in one_outcome(lambda: build(dataset, Doubled(), tmp_path), path.name)
+
+
 def test_splits_that_are_refused() -> None:
     with pytest.raises(ValueError, match="rows must be float16 or float32"):
         ArraySplit(torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.int64))
@@ -237,4 +257,72 @@ def test_brought_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
         load_dataset(folder)
     os.remove(folder / "test.npy")
     with pytest.raises(FileNotFoundError, match=r"test\.npy is missing"):
+        load_dataset(folder)
+
+
+@pytest.mark.parametrize("label", [2**62, 10**9, 10**4, 2**63 - 1])
+def test_labels_that_number_no_classes(tmp_path: Path, label: int) -> None:
+    folder = brought(tmp_path, **{"test-labels.npy": np.array([0, 1, 0, label])})
+    words = one_outcome(lambda: load_dataset(folder), "test-labels.npy")
+    assert f"below 10,000 for these labels, got label {label}" in words
+
+
+def test_unsigned_labels_do_not_wrap_around(tmp_path: Path) -> None:
+    folder = brought(tmp_path, **{"train-labels.npy": np.full(7, 2**64 - 1, np.uint64)})
+    with pytest.raises(ValueError, match=r"train-labels\.npy: expected labels from 0 to 1, got 18446744073709551615"):
+        load_dataset(folder)
+
+
+def test_many_classes_are_fine_where_they_occur(tmp_path: Path) -> None:
+    count = 30_000
+    rows = np.ones((count, 1), np.float16)
+    labels = np.arange(count)
+    files = {"train.npy": rows, "test.npy": rows, "train-labels.npy": labels, "test-labels.npy": labels}
+    data = load_dataset(brought(tmp_path, **files))
+    assert data.num_classes == count
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["train.npy", "test.npy"])
+def test_features_must_be_finite(tmp_path: Path, name: str, value: float, dtype: type) -> None:
+    rows = {"train.npy": np.ones((7, 100_000), dtype), "test.npy": np.ones((4, 100_000), dtype)}
+    rows[name][-1, -1] = value
+    with pytest.raises(ValueError, match=rf"/{name}: expected finite numbers"):
+        load_dataset(brought(tmp_path, **rows))
+
+
+@pytest.mark.parametrize("name", ["train.npy", "train-labels.npy"])
+@pytest.mark.parametrize("kind", ["archive", "objects", "cut", "longer header", "deep header"])
+def test_arrays_that_are_none(tmp_path: Path, name: str, kind: str) -> None:
+    path = brought(tmp_path) / name
+    good = path.read_bytes()
+    if kind == "archive":
+        with open(path, "wb") as file:
+            np.savez(file, a=np.zeros(3))
+    elif kind == "objects":
+        np.save(path, np.array([{}] * 20, dtype=object), allow_pickle=True)
+    elif kind == "cut":
+        path.write_bytes(good[:-1])
+    elif kind == "longer header":
+        path.write_bytes(good.replace(b"(7,", b"(7000000000000000,"))
+    else:
+        path.write_bytes(b"\x93NUMPY\1\0" + struct.pack("<H", 9000) + b"(" * 9000)
+    assert "expected an array as numpy.save writes it" in one_outcome(lambda: load_dataset(tmp_path), path.name)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (7, 0), (0, 0)])
+def test_arrays_without_numbers(tmp_path: Path, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"train\.npy: expected float16 or float32 .*one number at least"):
+        load_dataset(brought(tmp_path, **{"train.npy": np.ones(shape, np.float32)}))
+
+
+def test_labels_that_do_not_fit_into_memory(tmp_path: Path) -> None:
+    """A sparse file of a terabyte, which takes no room on disk."""
+    folder = brought(tmp_path)
+    for name, shape, kind in (("train", (10**12, 1), "<f2"), ("train-labels", (10**12,), "|u1")):
+        with open(folder / f"{name}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": shape})
+            file.truncate(file.tell() + 10**12 * np.dtype(kind).itemsize)
+    with pytest.raises(ValueError, match=r"train-labels\.npy: expected what fits into the .* GB of memory"):
         load_dataset(folder)

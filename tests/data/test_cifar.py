@@ -98,18 +98,18 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (batch_bytes(3, 0)[:1000], "got UnpicklingError|got EOFError"),
-        (b"", "got EOFError"),
-        (b"<html>", "got "),
-        (pickle.dumps({b"fine_labels": [1]}), "got KeyError: b'data'"),
-        (pickle.dumps([1, 2]), "got TypeError"),
+        (batch_bytes(3, 0)[:1000], "got another: it is truncated or damaged"),
+        (b"", "got another: it is truncated or damaged"),
+        (b"<html>", "got another: it has the instruction b'<'"),
+        (pickle.dumps({b"fine_labels": [1]}), "got none with b'data'"),
+        (pickle.dumps([1, 2]), "got list"),
         (batch_bytes(3, 0, data=np.zeros((3, 3071), np.uint8)), r"got uint8 \(3, 3071\)"),
         (batch_bytes(3, 0, data=np.zeros((3, 3072), np.float32)), r"got float32 \(3, 3072\)"),
         (batch_bytes(3, 0, data=b"pixels"), "got bytes"),
-        (batch_bytes(3, 0, labels=[0, 1]), "expected 3 labels, one per image, got 2"),
+        (batch_bytes(3, 0, labels=[0, 1]), "expected 3 labels, one per example, got 2"),
         (batch_bytes(3, 0, labels=[0, 1, 10]), "expected labels from 0 to 9, got 10"),
         (batch_bytes(3, 0, labels=[0, 1, -1]), "expected labels from 0 to 9, got -1"),
-        (batch_bytes(3, 0, labels=[0.5, 1, 2]), "labels that are float64"),
+        (batch_bytes(3, 0, labels=[0.5, 1, 2]), "labels that are float"),
     ],
 )
 def test_a_damaged_batch_is_named(tmp_path: Path, content: bytes, words: str) -> None:

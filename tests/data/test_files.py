@@ -78,7 +78,7 @@ def test_drawn_batches_by_workers(folder: Path) -> None:
 
 def test_bad_files_and_folders_are_named(folder: Path) -> None:
     (folder / "train/cat/a.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"train/cat/a.png: expected an image, got UnidentifiedImageError"):
+    with pytest.raises(ValueError, match=r"train/cat/a.png: expected an image .*, got a file of none of these"):
         photographs(folder).train[1]
     Image.new("I;16", (9, 9)).save(folder / "train/cat/a.png")
     with pytest.raises(ValueError, match=r"expected an image with 8 bits a channel, got Pillow mode I;16"):
@@ -95,5 +95,5 @@ def test_bad_files_and_folders_are_named(folder: Path) -> None:
         photographs(folder)
     with pytest.raises(FileNotFoundError, match="must be a folder of images where image_size is given, got 'mnist'"):
         load_dataset("mnist", image_size=32)
-    with pytest.raises(ValueError, match="image_size must be a positive number of pixels, got 0"):
+    with pytest.raises(ValueError, match="image_size must be a positive number of pixels up to 8192, got 0"):
         load_dataset(folder, image_size=0)

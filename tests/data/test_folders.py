@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from dpkernels.data import ImageDataset, load_dataset
 from dpkernels.data import folders as folders_module
@@ -82,6 +84,17 @@ def test_a_tar_gives_the_same(tmp_path: Path, prefix: str) -> None:
     check(load_dataset(tmp_path), files)  # a folder that holds one tar
 
 
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """They are bytes to the file system; a cache that cannot hold them is passed by."""
+    files = some_files()
+    folder = write(tmp_path / "pets", files)
+    strange = folder.with_name(os.fsdecode(b"p\xe9ts"))
+    folder.rename(strange)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(load_dataset(strange), files)
+
+
 def test_two_tars_are_ambiguous(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", some_files())
     write_tar(tmp_path / "b.tar", some_files())
@@ -103,7 +116,7 @@ def test_grayscale_stays_one_channel_and_mixes_into_colour(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "image", "words"),
     [
-        ("train/cat/a.png", picture(1, size=(7, 5)), "expected RGB 5x6 as in the test images, got RGB 5x7"),
+        ("train/cat/a.png", picture(1, size=(7, 5)), "expected 5x6 pixels as in test/cat/c.png, got 5x7"),
         ("train/ant/z.png", Image.new("I;16", (6, 5)), "expected an image with 8 bits a channel, got Pillow mode I;16"),
     ],
 )
@@ -116,7 +129,7 @@ def test_an_image_that_does_not_fit_is_named(tmp_path: Path, name: str, image: I
 
 def test_colour_among_grayscale_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, some_files("L") | {"train/cat/b.png": picture(1)})
-    with pytest.raises(ValueError, match=r"b.png: expected grayscale 5x6 as in the test images, got RGB 5x6"):
+    with pytest.raises(ValueError, match=r"b.png: expected grayscale as in the test images, got RGB"):
         load_dataset(folder)
 
 
@@ -126,7 +139,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, extension: str, damage: Callab
     folder = write(tmp_path, some_files() | {f"train/cat/x.{extension}": picture(3)})
     path = folder / f"train/cat/x.{extension}"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"train/cat/x.{extension}: expected an image, got "):
+    with pytest.raises(ValueError, match=rf"train/cat/x.{extension}: expected an image .*, got "):
         load_dataset(folder)
 
 
@@ -159,9 +172,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     log: list[object] = []
     original = folders_module._decode
 
-    def counting(source: Path, entry: object, content: bytes) -> np.ndarray:
+    def counting(source: Path, entry: object, *more: object) -> np.ndarray:
         log.append(entry)
-        return original(source, entry, content)
+        return original(source, entry, *more)
 
     monkeypatch.setattr(folders_module, "_decode", counting)
     return log
@@ -206,6 +219,31 @@ def test_a_damaged_cache_entry_is_made_again(
     assert len(decoded) == 8
 
 
+def test_a_cache_entry_that_does_not_fit_together_is_made_again(tmp_path: Path, decoded: list[object]) -> None:
+    files = some_files()
+    path = write(tmp_path / "pets", files)
+    load_dataset(path)
+    (entry,) = (tmp_path / "cache").iterdir()
+    with safe_open(entry, "numpy") as file:
+        metadata, good = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    bad: list[tuple[dict[str, np.ndarray], dict[str, str]]] = [
+        ({"train_labels": good["train_labels"] + 2}, {}),
+        ({"train_labels": good["train_labels"][:-1]}, {}),
+        ({"train_labels": good["train_labels"].astype(np.float64)}, {}),
+        ({"test_images": good["test_images"].astype(np.float32)}, {}),
+        ({"test_images": good["test_images"][0]}, {}),
+        ({}, {"classes": "5"}),
+        ({}, {"classes": "[" * 100_000}),
+    ]
+    for number, (arrays, words) in enumerate(bad, 2):
+        save_file(good | arrays, entry, metadata=metadata | words)
+        check(load_dataset(path), files)
+        assert len(decoded) == 4 * number
+    entry.unlink()
+    os.mkfifo(entry)
+    check(load_dataset(path), files)
+
+
 def test_a_cache_that_cannot_be_written_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = some_files()
     blocked = tmp_path / "a file"
@@ -220,6 +258,17 @@ def test_cache_folder_falls_back_to_the_xdg_one(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_dataset(write(tmp_path / "pets", some_files()))
     assert len(list((tmp_path / "xdg" / "dpkernels").glob("pets-*.safetensors"))) == 1
+
+
+def test_without_a_home_the_cache_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DPKERNELS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    with pytest.raises(RuntimeError, match="set the environment variable DPKERNELS_CACHE to a folder"):
+        load_dataset(write(tmp_path / "pets", some_files()))
 
 
 def test_images_of_the_real_tar(real_data: Path, tmp_path: Path) -> None:

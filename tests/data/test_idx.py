@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,13 +114,16 @@ def test_an_image_file_in_place_of_a_label_file(tmp_path: Path) -> None:
 def test_labels_must_fit_images_and_classes(tmp_path: Path) -> None:
     arrays = some_arrays()
     folder = write(tmp_path / "a", arrays | {"train_labels": arrays["train_labels"][:4]})
-    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte: expected 5 labels, one per image, got 4"):
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte: expected 5 labels, one per example, got 4"):
         load_dataset(folder)
     letters = arrays | {"test_labels": np.array([1, 30, 46], np.uint8)}
     folder = write(tmp_path / "b", letters)
     with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte: expected labels from 0 to 9, got 30 \(2 labels"):
         load_dataset(folder)
     assert load_dataset(folder, num_classes=47).num_classes == 47
+    for count in (0, 257, 10**12, 2.0, True):
+        with pytest.raises(ValueError, match="num_classes must be an integer from 1 to 256, got"):
+            load_dataset(folder, num_classes=count)  # type: ignore[arg-type]
 
 
 def test_train_and_test_images_must_have_one_size(tmp_path: Path) -> None:
@@ -135,10 +139,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_dataset(folder)
 
 
-def test_no_examples_at_all(tmp_path: Path) -> None:
-    data = load_dataset(write(tmp_path, some_arrays(train=0)))
-    assert len(data.train) == 0
-    assert data.train.batch(torch.zeros(0, dtype=torch.int64))[0].shape == (0, 1, 4, 6)
+@pytest.mark.parametrize("nothing", [{"train": 0}, {"test": 0}, {"size": (0, 6)}, {"size": (4, 0)}])
+def test_no_examples_at_all(tmp_path: Path, nothing: Any) -> None:
+    with pytest.raises(ValueError, match=r"-images-idx3-ubyte: expected one number at least, got an array of [0-9x]+$"):
+        load_dataset(write(tmp_path, some_arrays(**nothing)))
 
 
 @pytest.mark.parametrize(("name", "mean"), [("mnist", 0.13066), ("fashion-mnist", 0.28602)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 import types
 from collections.abc import Callable
@@ -138,6 +139,21 @@ class Ragged(Colours):
         return Image.new("RGB", (5, 6 + index)), index
 
 
+class Damaged(Colours):
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        raise EOFError
+
+
+class Unreadable(Colours):
+    def __init__(self, root: Path, split: str = "train") -> None:
+        raise struct.error("unpack requires a buffer of 4 bytes")
+
+
+class Numbered(Digits):
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.new("L", (5, 6)), 10**9
+
+
 class Unsplit:
     def __init__(self, root: Path) -> None: ...
 
@@ -145,7 +161,7 @@ class Unsplit:
 @pytest.fixture
 def torchvision_like(monkeypatch: pytest.MonkeyPatch) -> None:
     package, datasets = types.ModuleType("torchvision"), types.ModuleType("torchvision.datasets")
-    for kind in (Digits, Colours, Ragged, Unsplit):
+    for kind in (Digits, Colours, Ragged, Damaged, Unreadable, Numbered, Unsplit):
         setattr(datasets, kind.__name__, kind)
     package.datasets = datasets
     monkeypatch.setitem(sys.modules, "torchvision", package)
@@ -170,6 +186,15 @@ def test_torchvision_errors(tmp_path: Path) -> None:
     assert len(load_dataset("torchvision:Digits", tmp_path, download=True).train) == 4
     with pytest.raises(ValueError, match=r"torchvision:Ragged\[1\]: expected one size, \(6, 5, 3\), got \(7, 5, 3\)"):
         load_dataset("torchvision:Ragged", tmp_path)
+    with pytest.raises(ValueError, match=r"torchvision:Damaged\[0\]: expected a labelled image .*, got EOFError"):
+        load_dataset("torchvision:Damaged", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"torchvision:Unreadable in .*: expected a labelled image .*, got error: unpack"
+    ):
+        load_dataset("torchvision:Unreadable", tmp_path)
+    (tmp_path / "here").write_text("")
+    with pytest.raises(ValueError, match=r"torchvision:Numbered: expected classes numbered from 0, .*label 1000000000"):
+        load_dataset("torchvision:Numbered", tmp_path)
     with pytest.raises(ValueError, match=r"torchvision:Unsplit: expected a data set with a train and a test split"):
         load_dataset("torchvision:Unsplit", tmp_path)
     with pytest.raises(ValueError, match=r"torchvision:Nothing: expected a class of torchvision.datasets"):
