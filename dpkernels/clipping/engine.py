@@ -266,9 +266,8 @@ class GhostClipper:
         plan.steps += 1
         again = plan.steps & (plan.steps - 1) == 0  # two examples may have shared a tag
         switched = any(bool(graph.nodes[n]._saved_training) != training for n, training in plan.switches)
-        if self.proving and (
-            again or switched or plan.routes or shapes not in plan.shapes or not all(use.settled for use in plan.uses)
-        ):
+        known = shapes in plan.shapes and all(use.settled for use in plan.uses)
+        if self.proving and (again or switched or plan.routes or not known):
             self._prove(graph, plan, roots, batch)
         return plan
 
@@ -288,6 +287,7 @@ class GhostClipper:
                 break
             overruled |= {use.node for use in failed}
         self._finish(graph, plan, batch)
+        plan.steps = 1
         return plan
 
     def _prove(self, graph: Graph, plan: Plan, roots: Sequence[Root], batch: int) -> None:
@@ -337,11 +337,11 @@ class GhostClipper:
                 names = [name for name, p in self.model.named_parameters() if p is leaf]
                 raise UncapturedError(
                     f"the losses depend on parameter {names[0]!r}, which was added after the engine was attached: "
-                    "construct the optimizer anew"
+                    "inject adapters or replace layers first, and make the optimizer afterwards"
                     if names
                     else f"the losses depend on a trainable parameter of shape {tuple(leaf.shape)} outside of the "
-                    "model that is clipped: make it a part of the model, freeze it with requires_grad_(False), or "
-                    "detach() what it computes"
+                    "model that is clipped, maybe of a model with another private optimizer: make it a part of the "
+                    "model, freeze it with requires_grad_(False), or detach() what it computes"
                 )
 
 

@@ -357,7 +357,7 @@ def _mark_terminal(graph: Graph, uses: dict[int, Use]) -> None:
 class Meetings:
     """Where the way from a scalar loss down first meets operations that parameters enter.
 
-    Views of their outputs count as these, since a linear layer's rows are merged and taken apart by views.
+    The view by which a linear layer takes its merged rows apart belongs to it.
     """
 
     def __init__(self, graph: Graph, parameters: set[int]) -> None:
@@ -373,11 +373,17 @@ class Meetings:
                     shared.add(number)
                 else:
                     self._met[node] = None
-            elif len(below) == 1 and kind_of(node) in _VIEWS and graph.nodes[below[0]] in self._met:
-                self._met[node] = None
-        sizes = [shape_of(node)[0] for node in graph.nodes if node in self._met and shape_of(node)]
-        #: The number of examples: of what was merged, the parts.
-        self.rows = min(sizes[:4], default=1)
+            elif kind_of(node) in ("View", "UnsafeView"):
+                product = graph.nodes[below[0]]
+                if product in self._met and kind_of(product) in ("Mm", "Addmm"):
+                    self._met[node] = None
+        first = next((node for node in graph.nodes if node in self._met), None)
+        sizes = []
+        while first is not None and first in self._met and shape_of(first):
+            sizes.append(shape_of(first)[0])
+            first = first.next_functions[0][0] if kind_of(first) in ("View", "UnsafeView") else None
+        #: The number of examples, if nobody announced it.
+        self.rows = min(sizes, default=1)
 
     def batch_dimension(self, rows: int, node: Any) -> int | None:
         """The first dimension of a meeting that examples fill; None for other nodes."""

@@ -88,7 +88,7 @@ class Pass:
     def _require_known(self, use: Use, record: Record) -> None:
         """Where gradients were too small to prove whose rows are whose, any owner gives the same sums, unless something
         is not finite: the example that is dropped for it must be the one that it belongs to."""
-        if self.batch == 1 or all(len(owners) <= 1 for owners in use.owners):
+        if self.batch == 1 or all(len(owners) <= 1 or owners[0].plain for owners in use.owners):
             return
         for t in (record.output_grad, *record.saved, *record.per_example.values()):
             if t.is_floating_point() and not bool(t.isfinite().all()):

@@ -2,12 +2,11 @@
 
 Clipping an example needs its gradient alone. That a tensor's rows belong to single examples does not follow from its
 size: as many positions as examples, rows merged with time first, rows sorted, or statistics of the batch look alike.
-So example i's loss is multiplied by 2^e_i, e_i random. A row that belongs to example i alone then is exactly 2^e_i
-times itself, since every operation of a backward is linear in its gradient and multiplication by a power of two
-commutes with rounding, overflow and underflow apart. A row that others' losses reach, too, is not: equality to the bit
-is asked for.
-Entries so small that they may have lost bits by underflow, and non-finite ones, say nothing and are passed over.
-float16 alone is allowed its last two places.
+So example i's loss is multiplied by a signed power of two, drawn at random. A row that belongs to example i alone
+then is exactly that multiple of itself, since every operation of a backward is linear in its gradient and
+multiplication by a power of two commutes with rounding, overflow and underflow apart. A row that others' losses
+reach, too, is not: equality to the bit is asked for. Entries so small that they may have lost bits by underflow, and
+non-finite ones, say nothing and are passed over. float16 alone is allowed its last two places.
 
 A gradient that is zero says nothing either. A use of a parameter is *settled* once rows of two examples with different
 weights were seen and one way to own them is left; until then every step with a gradient is proved.
@@ -50,7 +49,8 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int, 
     count, higher = (_EXPONENTS_HALF, _HIGHER_HALF) if half else (_EXPONENTS, _HIGHER)
     random = torch.Generator().manual_seed(1000 * look + batch)  # the user's stream of random numbers stays as it is
     exponents = torch.randperm(batch, generator=random) % count - count // 2
-    weights = torch.ldexp(torch.ones(batch, dtype=torch.float64), exponents)
+    signs = torch.randint(0, 2, (batch,), generator=random, dtype=torch.float64) * 2 - 1
+    weights = torch.ldexp(signs, exponents)
     seen = _pairs(graph, uses, roots, weights, 0)
     counted = _finite([*seen, [(g, None) for _, g, _ in roots]], batch)
     failed = [use for use, pairs in zip(uses, seen, strict=True) if not _narrow(use, [pairs], weights, counted, half)]
@@ -129,7 +129,9 @@ def _agrees(
     wrong: Tensor | None = None
     for g, h in pairs:
         expected = g * owner.column(weights.to(g), g.dim())
-        telling = torch.finfo(torch.float16 if half else g.dtype).tiny * float(weights.max() / weights.min())
+        telling = torch.finfo(torch.float16 if half else g.dtype).tiny * float(
+            weights.abs().max() / weights.abs().min()
+        )
         differs = (expected != h) if not half else (expected - h).abs() > _LAST_PLACES * h.abs()
         differs &= expected.isfinite() & h.isfinite()
         differs &= (expected.abs() > telling) | (h.abs() > telling)

@@ -292,9 +292,7 @@ def test_check_agrees_and_names_what_is_off() -> None:
     with GhostClipper(model, 1.0):  # an attached clipper is no obstacle
         report = check(model, loss, x, y)
     assert report.ok, str(report)
-    with pytest.raises(RuntimeError, match=r"first\.weight.* are no sums over the 6 examples"):
-        check(Mixing(), loss, x, y)
-    report = check(mlp(), lambda z, t: loss(z, t) / z.detach().norm(), x, y)  # no gradient tells of it
+    report = check(Mixing(), loss, x, y)
     assert not report.ok
-    assert "0.weight" in report.wrong
+    assert "first.weight" in report.wrong
     assert "WRONG" in str(report)
