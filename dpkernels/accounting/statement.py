@@ -29,12 +29,6 @@ NOT_COVERED = (
 WITHOUT_PLAN = "Not private: there is no privacy plan, so that nothing is known of how batches were sampled."
 
 
-def unsampled(steps: int, of: int) -> str:
-    """The statement of a run with steps whose batch no bound loader drew."""
-    how = "that did not come from a PoissonLoader bound to the optimizer"
-    return f"Not private: {steps} of {of} steps took a batch {how}."
-
-
 def statement(
     bound: Bound,
     delta: float,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ class Fetcher(Dataset[Any]):
     def __len__(self) -> int:
         return self._size
 
+    def prepare(self) -> None:
+        """Raise TypeError where no empty batch can be made."""
+        if isinstance(self._fetch, _Examples):
+            self._fetch.prepare()
+
     def __getitems__(self, indices: list[int]) -> Any:
         return self._fetch(torch.tensor(indices, dtype=torch.int64))
 
@@ -68,20 +74,37 @@ class _Select:
 
 
 class _Examples:
-    """Examples one by one, collated; an empty batch is made from the first example's shapes and dtypes."""
+    """Examples one by one, collated; an empty batch is made of the first example."""
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.single: Any = None
+        self.tried: tuple[Any, Any] | None = None  # batches of the first example, once and twice
 
     def __call__(self, indices: Tensor) -> Any:
+        one, two = self.prepare()
         wanted = indices.tolist()
-        if wanted:
-            return self.collate_fn(self._examples(wanted))
-        if self.single is None:
-            self.single = self.collate_fn(self._examples([0]))
-        return no_rows(self.single)
+        return self.collate_fn(self._examples(wanted)) if wanted else no_rows(one, two)
+
+    def prepare(self) -> tuple[Any, Any]:
+        """Two batches of the first example, once and twice, that tell which rows an empty one leaves out.
+
+        Raises TypeError where they do not.
+        """
+        if self.tried is None:
+            one, two = (self._collated(self._examples([0] * count)) for count in (1, 2))
+            no_rows(one, two)
+            self.tried = one, two
+        return self.tried
+
+    def _collated(self, examples: list[Any]) -> Any:
+        try:
+            return self.collate_fn(examples)
+        except Exception as error:
+            raise TypeError(
+                "collate_fn must make a batch of any number of examples, from one on; of the first example, taken "
+                f"{len(examples)} times, it raised {type(error).__name__}: {error}"
+            ) from error
 
     def _examples(self, indices: list[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
@@ -89,22 +112,45 @@ class _Examples:
         return [self.dataset[index] for index in indices]
 
 
-def no_rows(batch: Any) -> Any:
-    """`batch` with 0 rows: tensors and arrays keep dtype and other dimensions, lists of values are emptied."""
-    if hasattr(batch, "shape") and hasattr(batch, "dtype"):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {key: no_rows(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(no_rows, batch))
-    if isinstance(batch, (list, tuple)):
-        if all(isinstance(value, (str, bytes, int, float, type(None))) for value in batch):
-            return type(batch)()
-        return type(batch)(map(no_rows, batch))
+def no_rows(one: Any, two: Any, path: str = "the batch") -> Any:
+    """The batch of no examples, from the batch `one` of an example and `two` of the same one twice.
+
+    Whatever is twice as long in `two` is emptied: tensors and arrays in dimension 0, where they keep their other
+    dimensions, and lists. Strings, None and bools stay. Raises TypeError that names what has no rows to leave out.
+    """
+    if hasattr(one, "shape") and hasattr(one, "dtype"):
+        if one.ndim and two.ndim and len(two) == 2 * len(one):
+            return one[:0]
+        got = f"shape {tuple(one.shape)} for one example and {tuple(two.shape)} for two"
+    elif isinstance(one, Mapping):
+        if one.keys() == two.keys():
+            return _like(one, {key: no_rows(one[key], two[key], f"{path}[{key!r}]") for key in one})
+        got = f"keys {sorted(map(str, one))} for one example and {sorted(map(str, two))} for two"
+    elif isinstance(one, (list, tuple)):
+        if len(two) == 2 * len(one):
+            return type(one)()
+        if len(two) == len(one):
+            parts = [no_rows(*both, f"{path}[{k}]") for k, both in enumerate(zip(one, two, strict=True))]
+            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+        got = f"length {len(one)} for one example and {len(two)} for two"
+    elif isinstance(one, (str, bytes, bool, type(None))):
+        return one
+    else:
+        got = type(one).__name__
     raise TypeError(
-        "collate_fn must return tensors, or lists, tuples and dictionaries of them, so that an empty batch can be "
-        f"made, got {type(batch).__name__}"
+        "collate_fn must return tensors with the examples in dimension 0, or lists, tuples and dictionaries of them, "
+        f"so that an empty batch can be made, but {path} has {got}. Put the examples first (batch_first=True in "
+        "pad_sequence), and compute what is one number for all examples in the loop, from the batch."
     )
+
+
+def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same type, with its methods."""
+    if not isinstance(mapping, MutableMapping):
+        return values
+    made = copy.copy(mapping)
+    made.update(values)
+    return made
 
 
 def _checked(made: Fetcher) -> Fetcher:

@@ -1,7 +1,8 @@
 """Private optimizers: drop-in replacements of torch's that clip, add noise once per logical batch, and account."""
 
 from dpkernels.optim.adam import DPAdam, DPAdamW
-from dpkernels.optim.private import Privacy, PrivateOptimizer
+from dpkernels.optim.privacy import Privacy
+from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.optim.sgd import DPSGD
 from dpkernels.optim.wrapper import DPOptimizer
 

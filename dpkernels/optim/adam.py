@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from dpkernels.accounting import Plan
 from dpkernels.ops.update import adam_update
-from dpkernels.optim.private import Parameters, Privacy, PrivateOptimizer, as_groups, require_range
+from dpkernels.optim.groups import Parameters, as_groups, require_range
+from dpkernels.optim.privacy import Privacy
+from dpkernels.optim.private import PrivateOptimizer
 
 
 class DPAdam(PrivateOptimizer):
@@ -19,7 +21,8 @@ class DPAdam(PrivateOptimizer):
         model: the module to train; every trainable parameter must be in a group.
         plan: the privacy plan; or noise_multiplier and batch_size as keywords.
         lr, betas, eps, weight_decay, amsgrad: as for torch.optim.Adam.
-        params: parameter groups of ``model``; by default one group of all its trainable parameters.
+        params: parameter groups of ``model``; by default one group of all its parameters, which
+            trains frozen ones once they are unfrozen.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
             seed, loss_reduction.
 

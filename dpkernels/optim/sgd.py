@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from dpkernels.accounting import Plan
 from dpkernels.ops.update import sgd_update
-from dpkernels.optim.private import Parameters, Privacy, PrivateOptimizer, as_groups, require_range
+from dpkernels.optim.groups import Parameters, as_groups, require_range
+from dpkernels.optim.privacy import Privacy
+from dpkernels.optim.private import PrivateOptimizer
 
 
 class DPSGD(PrivateOptimizer):
@@ -21,7 +23,8 @@ class DPSGD(PrivateOptimizer):
         plan: the privacy plan; or noise_multiplier and batch_size as keywords.
         lr: learning rate, >= 0.
         momentum, dampening, weight_decay, nesterov: as for torch.optim.SGD.
-        params: parameter groups of ``model``; by default one group of all its trainable parameters.
+        params: parameter groups of ``model``; by default one group of all its parameters, which
+            trains frozen ones once they are unfrozen.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
             seed, loss_reduction.
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from dpkernels import accounting
 from dpkernels.data import PoissonLoader, load_dataset, poisson_sample
-from dpkernels.random import Key
+from dpkernels.random import Key, Sample
 
 SIZE = 100
 
@@ -28,16 +28,24 @@ def make_plan(batch_size: int = 10, steps: int = 12, dataset_size: int = SIZE) -
 class Recorder:
     """An optimizer as the loader sees it."""
 
-    def __init__(self, key: Key | None = None) -> None:
+    def __init__(self, key: Key | None = None, next_step: int = 0) -> None:
         self.key = key or Key.from_seed(0)
+        self.next_step = next_step
         self.plan: accounting.Plan | None = None
         self.heard: list[tuple[int, bool]] = []
 
     def bind(self, plan: accounting.Plan) -> None:
         self.plan = plan
 
-    def begin_physical_batch(self, rows: int, last: bool) -> None:
+    def begin_physical_batch(self, rows: int, last: bool, sample: Sample) -> None:
+        """As if each batch was used before the next one is fetched."""
+        if self.heard and self.heard[-1][1]:
+            self.next_step += 1
+        assert sample.step == self.next_step
         self.heard.append((rows, last))
+
+    def holds(self, sample: Sample) -> bool:
+        return True
 
 
 class Items(Dataset[tuple[Tensor, int]]):
@@ -88,10 +96,13 @@ def test_every_step_comes_whole_and_in_order(workers: int, physical: int | None,
         dataset, plan, optimizer=optimizer, physical_batch_size=physical, key=Key.from_seed(4), num_workers=workers
     )
     assert optimizer.plan is plan
-    assert len(loader) == plan.steps
+    if physical is None:
+        assert len(loader) == plan.steps
     assert logical_batches(loader, optimizer) == drawn(plan, 4)
     assert loader.next_step == plan.steps
-    if physical is not None:
+    if physical is None:
+        assert len(loader) == len(optimizer.heard) == plan.steps
+    else:
         assert max(rows for rows, _ in optimizer.heard) <= physical
         full = [rows for rows, last in optimizer.heard if not last]
         assert set(full) <= {physical}
@@ -182,12 +193,6 @@ def test_a_collate_function_gets_examples_and_never_none() -> None:
     assert empty.first.shape == (0, 2, 3)
 
 
-def test_a_collate_function_whose_batch_cannot_be_emptied() -> None:
-    loader = PoissonLoader(Items(), make_plan(1, 20), key=Key.from_seed(5), collate_fn=len)
-    with pytest.raises(TypeError, match=r"collate_fn must return tensors, or lists, .* got int"):
-        list(loader)
-
-
 class Doubled(TensorDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(2 * tensor for tensor in super().__getitem__(index))
@@ -207,8 +212,10 @@ def test_data_sets_that_fetch_many_at_once_are_asked_so() -> None:
 
     calls: list[list[int]] = []
     plan = make_plan()
-    list(PoissonLoader(Many(), plan, key=Key.from_seed(4)))
-    assert calls == drawn(plan, 4)
+    loader = PoissonLoader(Many(), plan, key=Key.from_seed(4))
+    assert calls == [[0], [0, 0]]  # whether an empty batch can be made
+    list(loader)
+    assert calls[2:] == drawn(plan, 4)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -224,8 +231,8 @@ def test_a_second_loop_goes_on_where_the_first_stopped(workers: int) -> None:
             yield from itertools.islice(loader, stop)
 
     assert logical_batches(in_pieces(), optimizer) == drawn(plan, 4)
-    assert list(loader) == []
-    assert len(loader) == plan.steps
+    with pytest.warns(UserWarning, match=r"nothing is left of the loader's 12 steps, .* `for batches in loader.epochs"):
+        assert list(loader) == []
 
 
 def test_next_step_counts_whole_logical_batches() -> None:
@@ -254,14 +261,15 @@ def test_take_runs_so_many_steps() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_seeded_run_sees_the_same_batches(workers: int) -> None:
-    plan, optimizer = make_plan(), Recorder()
-    loader = PoissonLoader(
-        Items(), plan, optimizer=optimizer, start_step=7, steps=3, key=Key.from_seed(4), num_workers=workers
-    )
+    plan, optimizer = make_plan(), Recorder(next_step=7)
+    loader = PoissonLoader(Items(), plan, optimizer=optimizer, steps=3, key=Key.from_seed(4), num_workers=workers)
     assert (len(loader), loader.next_step) == (3, 7)
     assert logical_batches(loader, optimizer) == drawn(plan, 4)[7:10]
     assert loader.next_step == 10
-    assert list(PoissonLoader(Items(), plan, start_step=plan.steps)) == []
+    alone = PoissonLoader(Items(), plan, start_step=7, key=Key.from_seed(4))
+    assert [y.tolist() for _, y in alone] == drawn(plan, 4)[7:]
+    with pytest.warns(UserWarning, match="nothing is left"):
+        assert list(PoissonLoader(Items(), plan, start_step=plan.steps)) == []
 
 
 def test_without_a_key_every_loader_draws_anew() -> None:
@@ -312,10 +320,10 @@ def test_a_plan_of_whole_batches() -> None:
 class Refusing(Recorder):
     refuse = False
 
-    def begin_physical_batch(self, rows: int, last: bool) -> None:
+    def begin_physical_batch(self, rows: int, last: bool, sample: Sample) -> None:
         if self.refuse:
             raise RuntimeError("the last batch was not used")
-        super().begin_physical_batch(rows, last)
+        super().begin_physical_batch(rows, last, sample)
 
 
 def test_a_batch_that_the_optimizer_refuses_comes_again() -> None:
@@ -358,9 +366,7 @@ def test_a_loader_that_lost_a_batch_never_goes_on() -> None:
     with pytest.raises(OSError, match="disk"):
         list(loader)
     assert loader.next_step == first
-    with pytest.raises(
-        RuntimeError, match=f"failed in the middle of step {first}; make another with start_step={first}"
-    ):
+    with pytest.raises(RuntimeError, match=f"failed in the middle of step {first}; make another, which goes on there"):
         next(loader)
     again = PoissonLoader(Items(), plan, key=Key.from_seed(4), start_step=loader.next_step)
     assert [y.tolist() for _, y in again] == drawn(plan, 4)[first:]

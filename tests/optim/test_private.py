@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpkernels.accounting import Ledger, Plan, SampledGaussian, epsilon, plan
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW, DPOptimizer
 from dpkernels.optim.private import PrivateOptimizer
+from dpkernels.random import Domain, Sample
 
 FEATURES, CLASSES, BATCH = 5, 3, 8
 
@@ -35,18 +36,16 @@ def a_plan(**changes: object) -> Plan:
     return plan(**values)  # type: ignore[arg-type]
 
 
-def bound(optimizer: PrivateOptimizer) -> PrivateOptimizer:
-    """As a loader does."""
-    assert optimizer.plan is not None
-    optimizer.bind(optimizer.plan)
-    return optimizer
+def announce(optimizer: PrivateOptimizer, rows: int) -> None:
+    """As a loader does that drew ``rows`` examples."""
+    optimizer.begin_physical_batch(rows, True, Sample(optimizer.key, optimizer.next_step))
 
 
 def one_step(net: nn.Module, optimizer: PrivateOptimizer, seed: int = 0, rows: int = BATCH) -> None:
     x, y = batch(rows, seed)
-    optimizer.begin_physical_batch(rows, True)
+    announce(optimizer, rows)
     optimizer.backward(losses(net, x, y))
-    optimizer.step()
+    assert optimizer.step()
 
 
 def assert_same(net: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> None:
@@ -154,6 +153,22 @@ def test_freezing_between_steps() -> None:
     assert_same(net, twin)
 
 
+def test_freezing_within_a_logical_batch_discards_it() -> None:
+    net = model()
+    optimizer = DPSGD(net, a_plan(), lr=0.3, max_grad_norm=1.0)
+    sample = Sample(optimizer.key, 0)
+    for trainable in (True, False):
+        net[0].requires_grad_(trainable)
+        optimizer.begin_physical_batch(BATCH, False, sample)
+        if trainable:
+            optimizer.backward(losses(net, *batch()))
+    with pytest.raises(RuntimeError, match="frozen or unfrozen within a logical batch; the batch is discarded"):
+        optimizer.backward(losses(net, *batch()))
+    optimizer.backward(losses(net, *batch(3)))  # another number of rows: nothing is announced any more
+    assert optimizer.step()
+    assert optimizer.key.free(Domain.SAMPLING) == 0
+
+
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
@@ -164,10 +179,10 @@ def test_an_empty_batch_is_noise_of_the_right_size(kind: str) -> None:
     before = copy.deepcopy(net)
     the_plan = a_plan(noise_multiplier=2.0)
     if kind == "sgd":
-        optimizer = bound(DPSGD(net, the_plan, lr=1.0, max_grad_norm=0.5))
+        optimizer = DPSGD(net, the_plan, lr=1.0, max_grad_norm=0.5)
     else:
-        optimizer = bound(DPOptimizer(net, torch.optim.SGD(net.parameters(), 1.0), the_plan, max_grad_norm=0.5))
-    optimizer.begin_physical_batch(0, True)
+        optimizer = DPOptimizer(net, torch.optim.SGD(net.parameters(), 1.0), the_plan, max_grad_norm=0.5)
+    announce(optimizer, 0)
     optimizer.step()  # no backward is needed where there is nothing to differentiate
     moves = torch.cat([(p - q).flatten() for p, q in zip(net.parameters(), before.parameters(), strict=True)]).double()
     expected = 2.0 * 0.5 / BATCH
@@ -182,10 +197,10 @@ def test_noise_is_new_at_every_step_and_for_every_optimizer() -> None:
     moves = []
     for _ in range(2):
         net = nn.Linear(30, 30)
-        optimizer = bound(DPSGD(net, a_plan(), lr=1.0, max_grad_norm=1.0))
+        optimizer = DPSGD(net, a_plan(), lr=1.0, max_grad_norm=1.0)
         for _ in range(2):
             before = net.weight.detach().clone()
-            optimizer.begin_physical_batch(0, True)
+            announce(optimizer, 0)
             optimizer.step()
             moves.append((net.weight.detach() - before).flatten())
     correlations = torch.corrcoef(torch.stack(moves)) - torch.eye(4)
@@ -195,7 +210,7 @@ def test_noise_is_new_at_every_step_and_for_every_optimizer() -> None:
 def test_a_seed_repeats_the_noise_and_is_not_private() -> None:
     nets = [model(), model()]
     for net in nets:
-        optimizer = bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0, seed=7))
+        optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0, seed=7)
         one_step(net, optimizer)
     assert_same(*nets, tolerance=0)
     assert "not private" in optimizer.privacy_statement().lower()
@@ -247,7 +262,7 @@ def test_physical_batches_add_up(way: str) -> None:
 def test_misuse_raises() -> None:
     x, y = batch()
     net = model()
-    optimizer = bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0))
+    optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)
     with pytest.raises(RuntimeError, match="needs a backward"):
         optimizer.step()
     optimizer.begin_physical_batch(BATCH, False)
@@ -265,8 +280,6 @@ def test_misuse_raises() -> None:
         losses(net, x[:4], y[:4]).mean().backward()
     with pytest.raises(RuntimeError, match=r"step\(\) was not called"):
         optimizer.begin_physical_batch(4, True)
-    with pytest.raises(ValueError, match="closure must be None"):
-        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
     optimizer.step()
     with pytest.raises(RuntimeError, match="needs a backward"):
         optimizer.step()
@@ -274,7 +287,7 @@ def test_misuse_raises() -> None:
 
 def test_a_mean_over_the_wrong_number_of_rows_raises() -> None:
     net = model()
-    optimizer = bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0))
+    optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)
     optimizer.begin_physical_batch(BATCH, True)
     x, y = batch(5)
     with pytest.raises(RuntimeError, match="mean over the 8 examples of the batch"):
@@ -286,7 +299,7 @@ def test_a_mean_over_the_wrong_number_of_rows_raises() -> None:
 
 def test_epsilon_is_what_was_spent() -> None:
     net = model()
-    optimizer = bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0))
+    optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)
     assert optimizer.epsilon() == 0
     for k in range(3):
         one_step(net, optimizer, seed=k)
@@ -306,14 +319,16 @@ def test_epsilon_needs_a_plan_and_a_loader() -> None:
     optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)
     optimizer.backward(losses(net, x, y))
     optimizer.step()
-    with pytest.raises(RuntimeError, match="1 of 1 steps took a batch that did not come from a PoissonLoader"):
+    with pytest.raises(
+        RuntimeError, match=r"1 of 1 steps took a batch that PoissonLoader\(dataset, plan, .* not hand out"
+    ):
         optimizer.epsilon()
     assert optimizer.privacy_statement().startswith("Not private")
 
 
 def test_the_budget_is_a_guard() -> None:
     net = model()
-    optimizer = bound(DPSGD(net, a_plan(steps=2), lr=0.1, max_grad_norm=1.0))
+    optimizer = DPSGD(net, a_plan(steps=2), lr=0.1, max_grad_norm=1.0)
     for _ in range(2):
         one_step(net, optimizer)
     before = copy.deepcopy(net.state_dict())
@@ -329,8 +344,8 @@ def test_save_and_load_in_between(private: object) -> None:
     def make(net: nn.Module) -> PrivateOptimizer:
         options = {"max_grad_norm": 1.0, "seed": 3}
         if private == "wrapped":
-            return bound(DPOptimizer(net, torch.optim.Adam(net.parameters(), 0.05), a_plan(), **options))
-        return bound(private(net, a_plan(), lr=0.05, **options))  # type: ignore[operator]
+            return DPOptimizer(net, torch.optim.Adam(net.parameters(), 0.05), a_plan(), **options)
+        return private(net, a_plan(), lr=0.05, **options)  # type: ignore[operator]
 
     straight = model()
     optimizer = make(straight)
@@ -356,7 +371,7 @@ def test_save_and_load_in_between(private: object) -> None:
 
 def test_loading_an_older_state_gives_nothing_back() -> None:
     net = model()
-    optimizer = bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0))
+    optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)
     one_step(net, optimizer)
     old = optimizer.state_dict()
     one_step(net, optimizer)
@@ -367,7 +382,7 @@ def test_loading_an_older_state_gives_nothing_back() -> None:
 
 def test_the_state_holds_no_key() -> None:
     net = model()
-    optimizer = bound(DPSGD(net, a_plan(), lr=0.1, momentum=0.9, max_grad_norm=1.0))
+    optimizer = DPSGD(net, a_plan(), lr=0.1, momentum=0.9, max_grad_norm=1.0)
     one_step(net, optimizer)
     saved = pickle.dumps(optimizer.state_dict())
     assert bytes(optimizer.key.value.tolist()) not in saved
@@ -383,7 +398,7 @@ def test_a_ledger_on_disk_outlives_the_process(tmp_path: object) -> None:
     for _ in range(2):
         with Ledger(path, a_plan()) as ledger:
             net = model()
-            optimizer = bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0, ledger=ledger))
+            optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0, ledger=ledger)
             one_step(net, optimizer)
             spent.append(ledger.events())
     assert spent == [(SampledGaussian(1.0, 0.08, 1),), (SampledGaussian(1.0, 0.08, 2),)]
@@ -420,7 +435,7 @@ def test_groups_must_cover_the_model() -> None:
         DPSGD(net, params=net[0].parameters(), lr=0.1, **WITHOUT_NOISE)
     with pytest.raises(ValueError, match="must be parameters of model"):
         DPSGD(net, params=[*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1, **WITHOUT_NOISE)
-    with pytest.raises(ValueError, match="one bound over all parameters"):
+    with pytest.raises(ValueError, match="max_grad_norm is one for all parameters"):
         DPSGD(net, params=[{"params": net.parameters(), "max_grad_norm": 1.0}], lr=0.1, **WITHOUT_NOISE)
     DPSGD(net, lr=0.1, **WITHOUT_NOISE)  # none of the failures left the model attached
 
@@ -445,4 +460,4 @@ def test_no_warnings_in_an_ordinary_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net = model()
-        one_step(net, bound(DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)))
+        one_step(net, DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0))

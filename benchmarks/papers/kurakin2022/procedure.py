@@ -136,8 +136,14 @@ class _Unplanned:
     """Lets a loader lead an optimizer that has no plan, because it adds no noise."""
 
     def __init__(self, optimizer: DPSGD) -> None:
+        self._optimizer = optimizer
         self.key = optimizer.key
         self.begin_physical_batch = optimizer.begin_physical_batch
+        self.holds = optimizer.holds
+
+    @property
+    def next_step(self) -> int:
+        return self._optimizer.next_step
 
     def bind(self, plan: Plan) -> None:
         pass
