@@ -55,13 +55,14 @@ def statement(
     lines += _mechanisms(spent or (), None if plan is None else plan.events)
     proven = f"; no accountant can prove less than {bound.lower:.6g}" if 0 < bound.lower < math.inf else ""
     if bound.refusal:
-        lines.append("Accounting, with ideal noise:")
+        lines.append(f"Accounting: with ideal noise, by {bound.method}.")
     else:
         at = f" at delta {delta - bound.kept:.6g}" if bound.kept else ""
         lines.append(
             f"Accounting: epsilon <= {bound.upper:.6g}{at} by {bound.method}, numerical errors included{proven}."
         )
-    lines += [f"  - {note}" for note in bound.notes]
+    if bound.notes:
+        lines += ["By accountant:", *(f"  - {note}" for note in bound.notes)]
     lines += _noise(bound, spent)
     lines.append("Not covered:")
     lines += [f"  - {item}" for item in NOT_COVERED]
@@ -128,7 +129,7 @@ def _noise(bound: Bound, spent: Sequence[Entry] | None) -> list[str]:
     """The share of delta for noise that is not ideal."""
     if not bound.kept:
         return []
-    line = f"Noise: the rest of delta, {bound.kept:.3g}, covers what the noise differs from ideal."
+    line = f"Noise: the rest of delta, {bound.kept:.3g}, covers how far the noise is from an ideal Gaussian."
     if spent and bound.noise_error:
         share = (1 + math.exp(min(bound.upper, 700.0))) * bound.noise_error
         line += (

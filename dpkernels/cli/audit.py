@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     reports = []
     for config in configs:
         report, test_accuracy = _audit(dataset, config, args)
+        if math.isinf(report.claim):
+            raise ValueError(f"epsilon must be smaller, got {config.epsilon:g}, which is not claimed: see the warning")
         reports.append(report)
         print(
             f"{report.claim:7.3f}  {report.lower_bound:11.3f}  {report.guesses:7d}  {report.correct:7d}  "

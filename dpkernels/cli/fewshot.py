@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from dpkernels.accounting.statement import rounded_up
 from dpkernels.cli.parsing import add_privacy_target
 from dpkernels.data import dataset_names, load_dataset
 from dpkernels.models import names as model_names
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         result = few_shot(split, _counted(fit, bar), **counts, seed=0 if config.seed is None else config.seed)
     plan = config.plan()
     print(f"accuracy       {result}, {args.ways}-way {args.shots}-shot")
-    print(f"privacy        epsilon {plan.epsilon:.4g} at delta {plan.delta:g} for the {size} examples of each task")
+    stated = f"epsilon {rounded_up(plan.epsilon)} at delta {plan.delta:g}"
+    print(f"privacy        {stated} for the {size} examples of each task")
     if config.seeded:
         print("NOT PRIVATE: a seed makes the noise reproducible. For tests and comparisons only.")
     if args.json is not None:

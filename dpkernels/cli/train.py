@@ -97,10 +97,10 @@ def _announce(args: argparse.Namespace, config: TrainConfig, dataset: ImageDatas
     if args.diagnostics:
         print(f"{WARNING} They go into {folder.diagnostics} and {folder.diagnostics_plot.name}.")
     if not args.quiet:
+        on = dataset.name if config.features == "none" else f"{dataset.name} by {config.features} features"
         print(
-            f"{config.model} on {dataset.name}: {config.loss}, {config.optimizer}, learning rate {config.lr:g}, batch "
-            f"size {config.batch_size}, {config.epochs:g} epochs, max_grad_norm {config.max_grad_norm:g}, in "
-            f"{folder.path}",
+            f"{config.model} on {on}: {config.loss}, {config.optimizer}, learning rate {config.lr:g}, batch size "
+            f"{config.batch_size}, {config.epochs:g} epochs, max_grad_norm {config.max_grad_norm:g}, in {folder.path}",
             flush=True,
         )
 

@@ -96,14 +96,6 @@ def terminal_size() -> tuple[int, int]:
     return columns, lines
 
 
-def remaining(elapsed: float, done: float, total: float) -> str | None:
-    """The time that the rest of `total` takes at the pace of what is `done`, as tqdm writes it; None where all or
-    nothing is."""
-    if not 0 < done < total:
-        return None
-    return str(tqdm.format_interval(elapsed * (total - done) / done))
-
-
 def _epoch(plan: Plan, step: int) -> str:
     done = step * plan.batch_size // plan.dataset_size
     return f"epoch {done}" + ("" if plan.epochs is None else f"/{plan.epochs:g}")

@@ -330,10 +330,11 @@ def other_process():
 while True:
     what = rng.randrange(12)
     try:
-        if ledger is None or what == 0:
-            second = Ledger(rng.choice([path, link]))  # refused while the first is open
-            assert ledger is None
-            ledger = second
+        if ledger is None:
+            ledger = Ledger(rng.choice([path, link]))
+        elif what == 0:
+            Ledger(rng.choice([path, link]))  # refused while the first is open
+            drawn.write(b"0\\n0\\n")  # which the test notices
         elif what == 1:
             ledger.close()
             ledger = None
@@ -367,14 +368,14 @@ def test_random_interleavings(tmp_path, seed):
     folder.mkdir()
     (tmp_path / "link.json").symlink_to(folder / "ledger.json")
     drawn.touch()
-    begun, workers, kills = time.monotonic(), [], 0
+    begun, workers, kills, out, before = time.monotonic(), [], 0, [], 0
 
     def start():
         arguments = [folder, tmp_path / "link.json", drawn, str(rng.random())]
         return subprocess.Popen([sys.executable, "-S", "-E", "-c", LIGHT + WORKER, *map(str, arguments)])
 
     try:
-        while time.monotonic() - begun < 5:
+        while (kills < 15 or len(out) < 200) and time.monotonic() - begun < 120:
             workers = [worker for worker in workers if worker.poll() is None]
             while len(workers) < 3:
                 workers.append(start())
@@ -382,7 +383,8 @@ def test_random_interleavings(tmp_path, seed):
             out = [int(index) for index in drawn.read_bytes().split(b"\n")[:-1]]
             if out:
                 assert shown(folder / "ledger.json") > max(out)
-            if rng.random() < 0.5:
+            if len(out) > before and rng.random() < 0.7:  # on a busy machine a process takes seconds to begin
+                before = len(out)
                 rng.choice(workers).kill()
                 kills += 1
     finally:
@@ -391,8 +393,8 @@ def test_random_interleavings(tmp_path, seed):
             worker.wait()
     out = [int(index) for index in drawn.read_bytes().split(b"\n")[:-1]]
     assert len(set(out)) == len(out)
-    assert len(out) > 100
-    assert kills > 5
+    assert len(out) >= 200
+    assert kills >= 15
     with Ledger(folder / "ledger.json") as ledger:
         assert ledger.steps > max(out)
     assert (tmp_path / "link.json").is_symlink()

@@ -33,6 +33,24 @@ def test_audit_of_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert image.format == "PNG"
 
 
+def test_the_report_of_a_run_in_the_folder_takes_the_audit_up(tmp_path: Path) -> None:
+    short = ["--epochs", "1", "--batch-size", "479", "--epsilon", "3", "--quiet"]
+    assert main(["train", *short, "--out", str(tmp_path)]) == 0
+    report = tmp_path / "report.md"
+    assert "None was run in this folder" in report.read_text()
+    assert main([*SMALL, "--epsilon", "16", "--out", str(tmp_path)]) == 0
+    (found,) = json.loads((tmp_path / "audit.json").read_text())
+    line = f"| {found['claim']:.4g} | {found['lower_bound']:.4g} | 1e-05 | 0.95 | not contradicted |"
+    assert line in report.read_text()
+    assert main(["train", "--resume", "--out", str(tmp_path), "--quiet"]) == 0
+    assert line in report.read_text()
+
+
+def test_an_epsilon_that_is_not_stated_is_not_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--epsilon", "45", "--out", str(tmp_path)]) == 2
+    assert "--epsilon must be smaller, got 45" in capsys.readouterr().err
+
+
 def test_refuted_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateOptimizer, "_noise", lambda self, step: {"denominator": self._privacy.denominator})
     assert main([*SMALL, "--epsilon", "1", "--out", str(tmp_path)]) == 1

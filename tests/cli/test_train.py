@@ -193,6 +193,26 @@ def test_a_recipe_with_another_loss_and_diagnostics(tmp_path: Path, capsys: pyte
     assert (tmp_path / "diagnostics-PRIVATE.png").exists()
 
 
+def test_a_model_on_features_says_so_and_refuses_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["train", *SHORT, "--model", "scatternet_linear"]
+    assert main([*model, "--features", "none", "--out", str(tmp_path / "pixels")]) == 2
+    assert "--features must be given with scatternet_linear on images, got none" in capsys.readouterr().err
+    assert not (tmp_path / "pixels").exists()
+    assert main([*model, "--out", str(tmp_path / "run")]) == 0
+    assert "scatternet_linear on digits by scatternet features: cross-entropy" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["features"] == "scatternet"
+
+
+def test_an_epsilon_beyond_the_noise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for epsilon, words in (("1000", "--epsilon must be smaller, got 1000"), ("45", "--epsilon must be smaller for")):
+        base = ["train", "--epochs", "2", "--batch-size", "479", "--epsilon", epsilon]
+        assert main([*base, "--out", str(tmp_path / "run")]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "run").exists()
+
+
 def test_debugging_keeps_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPKERNELS_DEBUG", "1")
     with pytest.raises(FileNotFoundError, match="holds no run to resume"):

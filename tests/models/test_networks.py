@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -208,3 +210,12 @@ def test_create_chooses_the_stem_by_the_image_size() -> None:
 def test_bad_arguments_are_named(call: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("make", [models.scatternet_linear, models.scatternet_cnn])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
+def test_networks_on_features_refuse_the_shape_of_images(
+    make: Callable[..., nn.Module], shape: tuple[int, int, int]
+) -> None:
+    with pytest.raises(ValueError, match=r"shape must be that of ScatterNet features, got .* that of images: take dpk"):
+        make(shape)

@@ -113,22 +113,27 @@ def test_a_run_with_other_values_is_refused_before_any_is_made(tmp_path: Path, i
 
 
 def test_progress_counts_examples_from_where_runs_go_on(
-    tmp_path: Path, in_this_process: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, in_this_process: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The bar does; the lines tell no time."""
     result = go(grid(BASE, {"lr": [1.0, 2.0]}), tmp_path)
-    clock = iter([0.0, 4.0, 9.0])
-    monkeypatch.setattr("dpkernels.search.sweep_progress.time.monotonic", lambda: next(clock))
-    progress = SweepProgress(result.rows, bar=False)  # of six steps each
-    progress.step(0, 4)
-    for step in (5, 6):
-        progress.step(0, step)
-    progress.ended(0, Outcome(result.rows[0].metrics))
-    progress.step(1, 0)
-    progress.ended(1, Outcome(failure="no luck"))
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("1/2 runs  lr=1  test accuracy")
-    assert first.endswith("(00:12 left)")  # two steps in four seconds, six are left
-    assert second == "2/2 runs  lr=2  FAILED: no luck"
+    metrics, work = result.rows[0].metrics, result.rows[0].plan.batch_size
+    assert metrics is not None
+    for bar in (True, False):
+        progress = SweepProgress(result.rows, bar=bar)  # of six steps each
+        for step in (4, 5, 6):
+            progress.step(0, step)
+        progress.ended(0, Outcome(metrics))
+        progress.step(1, 0)
+        if progress._bar is not None:
+            assert (progress._bar.n, progress._bar.total) == (2 * work, 8 * work)
+        progress.ended(1, Outcome(failure="no luck"))
+        if progress._bar is not None:
+            assert (progress._bar.n, progress._bar.total) == (2 * work, 2 * work)
+        assert capsys.readouterr().out.splitlines() == [
+            f"1/2 runs  lr=1  test accuracy {metrics['test_accuracy']:.2%}",
+            "2/2 runs  lr=2  FAILED: no luck",
+        ]
 
 
 def test_no_epsilon_of_a_single_run_without_that_of_all(tmp_path: Path, in_this_process: list[int]) -> None:
