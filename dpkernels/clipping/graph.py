@@ -304,7 +304,7 @@ def _data(tensors: list[torch.Tensor], constants: frozenset[int]) -> bool:
 
 def _constant(tensor: torch.Tensor, constants: frozenset[int]) -> bool:
     """Whether a tensor cannot depend on examples: what the model keeps, one number, or integers that tell positions."""
-    if tensor.numel() <= 1 or tensor.untyped_storage().data_ptr() in constants:
+    if tensor.dim() == 0 or tensor.untyped_storage().data_ptr() in constants:
         return True
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return False
