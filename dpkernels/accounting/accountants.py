@@ -73,7 +73,7 @@ def claim(events: Sequence[Event], delta: float, accountant: Accountant = "auto"
     ideal = bound(events, delta * (1 - KEPT), accountant)
     found, part = ideal, KEPT
     while (share := _share(found.upper, noise_error)) > part * delta and not math.isinf(found.upper):
-        part = 2.0 ** min(math.ceil(math.log2(share / delta)), 0)
+        part = 1.0 if share >= delta else 2.0 ** math.ceil(math.log2(share / delta))
         if part > 0.5:
             return replace(found, upper=math.inf, noise_error=noise_error, refusal=_refusal(ideal, delta, noise_error))
         found = bound(events, delta * (1 - part), accountant)

@@ -118,13 +118,6 @@ class OwnForward(nn.Linear):
         return super().forward(x) * x.mean(-1, keepdim=True)
 
 
-class DataDependent(OwnForward):
-    """Beyond torch.func as well: the loop over examples takes it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if float(x.sum()) > 0 else super().forward(-x)
-
-
 def sequence(first: Callable[[int, int], nn.Module]) -> nn.Module:
     return nn.Sequential(first(6, 5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 7), nn.ReLU(), nn.Linear(7, CLASSES))
 
@@ -153,7 +146,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": tied,
     "frozen": frozen_first,
     "own forward": lambda: sequence(OwnForward),
-    "data dependent": lambda: sequence(DataDependent),
     "weight_norm": lambda: sequence(lambda i, o: parametrizations.weight_norm(nn.Linear(i, o))),
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)),  # nothing to penalize but the logits
 }
