@@ -402,7 +402,18 @@ _FACTORS: frozenset[str] = frozenset(
         "BinaryCrossEntropyWithLogits SoftMarginLoss Mm Bmm Mv Addmm Addmv Baddbmm"
     )
 )
+
+
+def _scatter(step: _Step) -> list[_Edge]:
+    dim = _signed(step.node._saved_dim, len(step.shape))
+    if dim == step.axis:
+        raise step.mixes("writes across the examples")
+    return step.same()
+
+
 _RULES: dict[str, Callable[[_Step], list[_Edge]]] = {
+    "_MeanSquare": _Step.same,  # of each example, in losses/losing_less.py
+    "Scatter": _scatter,
     **dict.fromkeys(
         _names(
             "Add Sub Rsub Mul Div Neg Abs Exp Exp2 Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Pow Reciprocal Sin Cos "
