@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 from dpkernels.clipping import walk
 from dpkernels.clipping.walk import Constant, MixesExamples, below, operation, shape_of
 
+_TRAINER = "set model_accepts_loss_kwargs = False on a transformers Trainer"
 _FIX = "Call optimizer.backward(losses) with one loss per example (reduction='none')."
 _LINEAR = {"Add", "Alias", "Clone", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Squeeze", "Sub", "ToCopy", "View"}
 
@@ -212,10 +213,11 @@ def _parts(
                 other = node._saved_self
             counts = isinstance(other, Tensor) and name == "Div" and _is_count(other)
             if not counts and not walk.is_number(other):
-                how = "multiplied" if name == "Mul" else "divided"
+                how = "multiplied by a tensor" if name == "Mul" else "divided by a tensor"
+                also = "leave torch.amp.GradScaler out" if name == "Mul" else _TRAINER
                 raise RuntimeError(
-                    f"the loss is {how} by a tensor, which may depend on the whole batch: use a number for a constant, "
-                    f"and leave torch.amp.GradScaler out. {_FIX}"
+                    f"the loss is {how}, which may depend on the whole batch: use a number for a constant, and {also}. "
+                    f"{_FIX}"
                 )
             mean |= counts and not walk.is_number(other)
             if not math.isfinite(float(other)):

@@ -163,7 +163,7 @@ def test_loaders_of_one_optimizer_may_take_turns() -> None:
     run = Counting(make_plan())
     pair = [run.loader(), run.loader(num_workers=1)]
     for step in range(STEPS):
-        assert run.use(next(pair[step % 2])) == sample(run.optimizer.key, run.plan, step)
+        assert run.use(next(pair[step // 3 % 2])) == sample(run.optimizer.key, run.plan, step)
     assert run.optimizer.epsilon() > 0
     with pytest.raises(StopIteration):
         next(pair[0])
