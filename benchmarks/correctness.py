@@ -195,9 +195,9 @@ CASES = [
         lambda: torch.full((ROWS, 1), 1e-25),
         Product,
     ),
-    Case("batch merged with positions", Merged, numbers(4, 5), refuse=True),
-    Case("time first", TimeFirst, numbers(4, 5), refuse=True),
-    Case("a weight used beside its module", Bypassed, numbers(5), refuse=True),
+    Case("batch merged with positions", Merged, numbers(4, 5)),
+    Case("time first", TimeFirst, numbers(4, 5)),
+    Case("a weight used beside its module", Bypassed, numbers(5)),
     Case("BatchNorm in training mode", lambda: net(nn.BatchNorm1d(5), 5), numbers(5), refuse=True, defined=False),
     Case(
         "Embedding with max_norm",

@@ -17,16 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from benchmarks.floor import FEATURES, MEASURED, WORKLOADS
 from dpkernels.bench import machine
 from dpkernels.bench.choices import records_of
 from dpkernels.bench.models import Workload
 from dpkernels.features import ScatterNet
-from dpkernels.layers import Layer, Record
-from dpkernels.layers.sparse import SparseConvLayer
+from dpkernels.layers import Record, SelectedRule
+from dpkernels.layers.conv import ConvRule
+from dpkernels.layers.linear import LinearRule
 from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
 from dpkernels.ops.sparse import sparse_gradients
 from dpkernels.ops.update import sgd_update
@@ -64,8 +63,8 @@ def operators(workload: Workload, batch: int) -> dict[str, float]:
     """Microseconds of each operator, its layers together."""
     network, x, y = workload.make(batch, "cuda")
     times: Counter[str] = Counter()
-    for record in records_of(network, x, y):
-        for name, call in _calls(record):
+    for seen in records_of(network, x, y):
+        for name, call in _calls(seen.record):
             times[name] += microseconds(call)
     parameters = [p.detach() for p in network.parameters()]
     sums, momenta = [p.double() for p in parameters], [torch.zeros_like(p) for p in parameters]
@@ -83,28 +82,26 @@ def features(shape: tuple[int, ...], batch: int) -> dict[str, float]:
 
 
 def _calls(record: Record) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What the engine calls for a layer, by the operator that does the work."""
-    rule, slots = record.rule, frozenset(record.slots)
-    assert isinstance(rule, Layer)
+    """What the engine calls for an operation, by the operator that does the work."""
+    rule, operands = record.rule, record.operands
     weights = torch.full((record.output_grad.size(0),), 0.5, dtype=torch.float64, device="cuda")
-    fresh = replace(record, per_example=dict(record.per_example))
-    if isinstance(rule.module, nn.GroupNorm):
-        weight = rule.module.weight.detach()
-        yield "group_norm_backward", lambda: rule.input_grads(fresh, weight, (True,))
-        return
-    if isinstance(rule, SparseConvLayer):
-        x, g, settings = rule.operands(record)
-        selected = rule.module.index
-        gradients = sparse_gradients(x, g, selected, **settings)
-        yield "sparse_gradients", lambda: sparse_gradients(x, g, selected, **settings)
+    if isinstance(rule, SelectedRule):
+        x, g, settings = rule.convolution(record)
+        entries = record.settings["entries"]
+        gradients = sparse_gradients(x, g, entries, **settings)
+        yield "sparse_gradients", lambda: sparse_gradients(x, g, entries, **settings)
         yield "row_squared_norms", lambda: row_squared_norms(gradients)
         yield "weighted_row_sum", lambda: weighted_row_sum(gradients, weights)
         return
-    family = "conv" if isinstance(rule.module, _ConvNd) else "linear"
-    again = replace(record, per_example={})
-    yield f"{family}_squared_norms", lambda: rule.squared_norms(replace(again, per_example={}), slots)
-    rule.squared_norms(fresh, slots)  # leaves what the sum takes
-    yield f"{family}_clipped_sums", lambda: rule.clipped_sums(fresh, weights, slots)
+    family = {ConvRule: "conv", LinearRule: "linear"}.get(type(rule), "stored")
+    fresh = replace(record, per_example=dict(record.per_example))
+    again = replace(record, per_example=dict(record.per_example))
+    yield (
+        f"{family}_squared_norms",
+        lambda: rule.squared_norms(replace(again, per_example=dict(again.per_example)), operands),
+    )
+    rule.squared_norms(fresh, operands)  # leaves what the sum takes
+    yield f"{family}_clipped_sums", lambda: rule.clipped_sums(fresh, weights, operands)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -284,7 +284,7 @@ def test_training_in_two_parts_ends_where_one_run_does() -> None:
     assert torch.equal(flat(second), flat(straight))
 
 
-def test_an_input_that_merges_the_batch_with_positions_is_refused() -> None:
+def test_an_input_that_merges_the_batch_with_positions_is_clipped_by_example() -> None:
     """[batch * positions, channels] everywhere, up to the losses: only the loader knows how many examples there are."""
     the_plan = plan(dataset_size=8, batch_size=8)
     model = nn.Linear(5, CLASSES)
@@ -294,10 +294,12 @@ def test_an_input_that_merges_the_batch_with_positions_is_refused() -> None:
     labels = torch.zeros(32, dtype=torch.long)
     with pytest.raises(ValueError, match="losses must have one entry for each of 8 examples, got 32"):
         optimizer.backward(cross_entropy(model, batch.flatten(0, 1), labels))
-    with pytest.raises(RuntimeError, match="must have the batch first, 8 rows"):
-        optimizer.backward(cross_entropy(model, batch.flatten(0, 1), labels).view(8, 4).mean(1))
-    with pytest.raises(RuntimeError, match="must have the batch first, 8 rows"):
-        F.cross_entropy(model(batch.flatten(0, 1)), labels).backward()
+    by_example = lambda m, a, b: cross_entropy(m, a[0], b[0]).mean().view(1)  # noqa: E731
+    expected, norms = one_example_loop(model, by_example, batch, labels.view(8, 4), 1.0)
+    F.cross_entropy(model(batch.flatten(0, 1)), labels).backward()
+    result = optimizer.clipper.take()
+    assert deviation(result.grads, expected) < 1e-5
+    torch.testing.assert_close(result.norms, norms, rtol=1e-5, atol=0)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

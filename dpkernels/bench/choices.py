@@ -15,10 +15,7 @@ from torch.nn import functional as F
 from dpkernels.bench.models import MODELS
 from dpkernels.clipping import GhostClipper
 from dpkernels.layers import Record
-from dpkernels.layers.conv import ConvLayer, ConvTransposeLayer
-from dpkernels.layers.linear import LinearLayer
-from dpkernels.layers.sparse import SparseConvLayer, SparseLinearLayer
-from dpkernels.ops.linear import linear_forward
+from dpkernels.layers.conv import ConvRule
 
 #: A choice that takes longer than the best alternative by more than this is marked.
 TOLERANCE = 0.15
@@ -33,8 +30,7 @@ _CONV_WAYS: dict[str, dict[str, Any]] = {
 LEGEND = """\
 Norms and clipped sum of each layer, in ms; * is the engine's choice, in brackets what the cost model predicts, relative
 to its cheapest. Convolutions: stored keeps every example's gradient for the sum, direct computes it twice, gram takes
-norms from pairs of positions. Linear: the norms of the inputs' rows are taken in the forward or apart, and the time
-includes the forward. Other layers have one way."""
+norms from pairs of positions. Other layers have one way."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +74,31 @@ class LayerChoice:
         return predicted is not None and predicted > 1
 
 
-class _Observer(GhostClipper):
-    """A clipper that remembers the records as they come, before the layers consume them."""
+@dataclass(frozen=True)
+class Seen:
+    """An operation of a step with trainable parameters, as the engine saw it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, max_grad_norm=1.0)
-        self.seen: list[Record] = []
+    record: Record
+    parameters: dict[str, str]  #: operand -> name
 
-    def _emit(self, ctx: Any, record: Record) -> None:
-        self.seen.append(replace(record, per_example=dict(record.per_example)))
-        super()._emit(ctx, record)
+    @property
+    def layer(self) -> str:
+        """The module that the parameters belong to."""
+        return next(iter(self.parameters.values())).rpartition(".")[0]
 
 
-def records(model: str, batch: int | None = None) -> list[Record]:
-    """The records of one step of a model in :data:`MODELS`, in the order of its layers."""
+def records(model: str, batch: int | None = None) -> list[Seen]:
+    """The operations of one step of a model in :data:`MODELS`, in the order of the forward."""
     return records_of(*MODELS[model].make(batch))
 
 
-def records_of(network: nn.Module, x: Tensor, y: Tensor) -> list[Record]:
-    """The records of one step on examples [batch, ...] with labels [batch], in the order of the layers."""
-    observer = _Observer(network)
-    with observer:
-        observer.backward(F.cross_entropy(network(x), y, reduction="none"))
-    return observer.seen[::-1]
+def records_of(network: nn.Module, x: Tensor, y: Tensor) -> list[Seen]:
+    """The operations of one step on examples [batch, ...] with labels [batch], in the order of the forward."""
+    seen: list[Seen] = []
+    with GhostClipper(network, max_grad_norm=1.0) as clipper:
+        clipper.observer = lambda record, names: seen.append(Seen(record, names))
+        clipper.backward(F.cross_entropy(network(x), y, reduction="none"))
+    return seen[::-1]
 
 
 def explain(model: str, *, batch: int | None = None, seconds: float = 0.3) -> Iterator[LayerChoice]:
@@ -119,18 +117,19 @@ def explain(model: str, *, batch: int | None = None, seconds: float = 0.3) -> It
     for argument, number, least in (("batch", batch, 1), ("seconds", seconds, 0)):
         if number is not None and not number >= least:
             raise ValueError(f"{argument} must be at least {least}, got {number}")
-    seen = records(model, batch)
-    return (choice(record, seconds) for record in seen)
+    network, x, y = MODELS[model].make(batch)
+    types = {path: type(module).__name__ for path, module in network.named_modules()}
+    return (choice(s.record, seconds, s.layer, types.get(s.layer, "")) for s in records_of(network, x, y))
 
 
-def choice(record: Record, seconds: float) -> LayerChoice:
+def choice(record: Record, seconds: float, layer: str = "", kind: str = "") -> LayerChoice:
     """One layer's choice and its alternatives, measured."""
     chosen, runs, costs = ways(record)
     times = _interleaved(runs, seconds)
     least = min(costs.values(), default=1.0)
     return LayerChoice(
-        record.rule.path,
-        type(record.rule.module).__name__,
+        layer,
+        kind,
         tuple(record.saved[0].shape[1:]) if record.saved else (),
         tuple(record.output_grad.shape[1:]),
         chosen,
@@ -142,44 +141,30 @@ def ways(record: Record) -> tuple[str, dict[str, Callable[[], Tensor]], dict[str
     """Which way the engine takes through a record, what runs each way and returns the squared norms, and what the cost
     model predicts of them."""
     rule = record.rule
-    if isinstance(rule, (SparseConvLayer, SparseLinearLayer)):
-        return "only", {"only": _run(record)}, {}
-    if isinstance(rule, (ConvLayer, ConvTransposeLayer)):
+    if isinstance(rule, ConvRule) and "weight" in operands_of(record):
         plan = rule.plan(record)
         runs = {name: _run(record, **forced) for name, forced in _CONV_WAYS.items()}
         return plan.way, runs, plan.costs
-    if isinstance(rule, LinearLayer) and record.saved[0].dim() == 2:
-        return "forward" if len(record.saved) == 2 else "apart", _linear_ways(record), {}
     return "only", {"only": _run(record)}, {}
 
 
+def operands_of(record: Record) -> frozenset[str]:
+    """The operands that a record holds gradients of."""
+    stored = frozenset(record.per_example)
+    return stored or record.operands
+
+
 def _run(record: Record, **forced: Any) -> Callable[[], Tensor]:
-    slots = frozenset(record.slots)
+    operands = operands_of(record)
     weights = torch.full((record.output_grad.size(0),), 0.5, dtype=torch.float64)
 
     def run() -> Tensor:
         fresh = replace(record, per_example=dict(record.per_example))
-        norms = record.rule.squared_norms(fresh, slots, **forced)
-        record.rule.clipped_sums(fresh, weights, slots)
+        norms = record.rule.squared_norms(fresh, operands, **forced)
+        record.rule.clipped_sums(fresh, weights, operands)
         return norms
 
     return run
-
-
-def _linear_ways(record: Record) -> dict[str, Callable[[], Tensor]]:
-    x, module = record.saved[0], record.rule.module
-    assert isinstance(module, nn.Linear)
-    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-
-    def forward() -> Tensor:
-        _, squared_rows = linear_forward(x, weight, bias)
-        return _run(replace(record, saved=(x, squared_rows)))()
-
-    def apart() -> Tensor:
-        F.linear(x, weight, bias)
-        return _run(replace(record, saved=(x,)))()
-
-    return {"forward": forward, "apart": apart}
 
 
 def _interleaved(runs: dict[str, Callable[[], Tensor]], seconds: float) -> dict[str, float]:

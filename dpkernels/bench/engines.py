@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ def ordinary(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
-def private(model: nn.Module, x: Tensor, y: Tensor, memory: Literal["keep", "lean"] = "keep") -> Step:
+def private(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     """dpkernels' step."""
     optimizer = DPSGD(
         model,
@@ -41,7 +40,6 @@ def private(model: nn.Module, x: Tensor, y: Tensor, memory: Literal["keep", "lea
         noise_multiplier=SIGMA,
         batch_size=len(x),
         max_grad_norm=BOUND,
-        memory=memory,
     )
 
     def step() -> None:
@@ -124,7 +122,6 @@ def vmap(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 ENGINES: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
     "ordinary": ordinary,
     "dpkernels": private,
-    "dpkernels-lean": lambda model, x, y: private(model, x, y, memory="lean"),
     "opacus-hooks": opacus_hooks,
     "opacus-ghost": opacus_ghost,
     "vmap": vmap,

@@ -1,33 +1,37 @@
 """The ghost-clipping engine: per-example norms in one backward pass, clipped sums in a second.
 
-Pass 1 is autograd: every captured module emits a record of its activations and output gradients, and its squared
-per-example norms are computed while both are hot. Pass 2 needs no autograd: from the kept records each layer adds its
-clipped sum. With ``memory="lean"`` no record is kept; instead autograd runs backward a second time, and the clipped
-sums are taken as the records come by.
+The forward is the model's own. Pass 1 is autograd, asked for the gradients of the nodes that parameters enter and of no
+parameter: each such node leaves a record of its activations and output gradients, and its squared per-example norms are
+computed while both are hot. Pass 2 needs no autograd: from the records every use of a parameter adds its clipped sum.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from dpkernels.clipping import loss, rounding, tags, walk
-from dpkernels.clipping.inputs import require_inputs_alone
-from dpkernels.clipping.loss import Seed
-from dpkernels.clipping.patch import is_patched, never_compiled, patch, release
-from dpkernels.clipping.products import require_apart
+from dpkernels.clipping import loss, rounding
+from dpkernels.clipping.graph import Graph, Meetings, Operand, Plan, UncapturedError, Use, leaf_of, make_plan, read
+from dpkernels.clipping.passes import Pass
+from dpkernels.clipping.patch import patch, unpatch
+from dpkernels.clipping.proof import Root, assume_usual, prove
 from dpkernels.clipping.state import StateWatch
 from dpkernels.clipping.survey import survey
-from dpkernels.layers import OUTPUT_OF, Layer, OpaqueModule, Record, Rule
+from dpkernels.layers import Ownership, Record
+from dpkernels.layers.skinny import forward_of, is_skinny
 from dpkernels.ops.clip import clip_factors, require_max_grad_norm
+
+_MOST_PLANS = 64
+Observer = Callable[[Record, dict[str, str]], None]
 
 
 @dataclass(frozen=True)
@@ -47,34 +51,16 @@ class ClippedSum:
     l2_bound: float
 
 
-@dataclass
-class _Batch:
-    """What has been gathered of one physical batch, from its forward to its clipped sum. Parameters are keyed by id:
-    a tensor's own hash is computed in Python, and small models are bound by such calls."""
-
-    uses: Counter[int] = field(default_factory=Counter)  # calls in the forward
-    calls: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of which module, on which shape
-    emitted: Counter[int] = field(default_factory=Counter)  # records in the backward
-    records: list[tuple[Record, Tensor]] = field(default_factory=list)  # kept, with their squared norms
-    squared: list[Tensor] = field(default_factory=list)  # squared norms of records that were not kept
-    reused: list[Record] = field(default_factory=list)  # of parameters that were used several times
-    sums: dict[int, Tensor] = field(default_factory=dict)
-    weights: Tensor | None = None  # clip factors, once the norms are known
-    rows: int | None = None
-    looked_at: bool = False  # nothing is gathered: the rows of its records are checked
-
-
 class GhostClipper:
     """Clips per-example gradients of ``model`` to L2 norm ``max_grad_norm`` over all its trainable parameters.
 
     Use ``result = clipper.backward(losses)`` with one loss per example, or an ordinary ``loss.backward()`` followed by
-    ``result = clipper.take()``. The batch comes first in every captured activation.
+    ``result = clipper.take()``. Parameters are found in autograd's graph, whatever calls them; of the model only the
+    forward of linear layers with few outputs and many inputs is replaced, by a faster one, until :meth:`detach`.
 
     Args:
-        model: any module; layers outside the registry are handled exactly, but slowly.
+        model: any module. Operations without a rule of their own are handled exactly, but slowly.
         max_grad_norm: the bound C, in [1e-10, 1e10], or ``inf`` for no clipping.
-        memory: "keep" holds activations and output gradients between the passes; "lean" runs backward twice instead
-            (only with :meth:`backward`).
         loss_reduction: how an ordinary scalar loss is reduced over the batch: "mean" or "sum". A loss that is neither,
             such as a mean with class weights, is refused as far as its graph shows.
 
@@ -84,48 +70,34 @@ class GhostClipper:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        max_grad_norm: float,
-        *,
-        memory: Literal["keep", "lean"] = "keep",
-        loss_reduction: Literal["mean", "sum"] = "mean",
+        self, model: nn.Module, max_grad_norm: float, *, loss_reduction: Literal["mean", "sum"] = "mean"
     ) -> None:
         if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
             raise TypeError(f"max_grad_norm must be a number, got {type(max_grad_norm).__name__}")
         require_max_grad_norm(max_grad_norm)
-        if memory not in ("keep", "lean"):
-            raise ValueError(f"memory must be 'keep' or 'lean', got {memory!r}")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-        rules = survey(model)
-        if any(is_patched(module) for module in model.modules()):
-            raise ValueError(
-                "model already has a GhostClipper or a private optimizer attached, and a second one would clip the "
-                "same gradients again: call optimizer.clipper.detach() (or clipper.detach()) on the first, or delete "
-                "it, before the model gets another"
-            )
+        survey(model)
+        loss.require_free(model)
         self.model = model
         self.max_grad_norm = float(max_grad_norm)
-        self.memory = memory
         self.loss_reduction = loss_reduction
-        #: Number of examples in the physical batch, where somebody announced it; else the first captured module tells.
+        #: Number of examples in the physical batch, where somebody announced it; else the losses tell.
         self.expected_rows: int | None = None
+        #: Whether it is proved whose each row is; without, the usual layout is assumed.
+        self.proving = True
+        #: Called with every record and the names of its operands' parameters, before the record is consumed.
+        self.observer: Observer | None = None
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
-        self._watched: dict[int, RemovableHandle] = {}
-        self._running = False  # a backward of ours is under way
-        self._looking = False  # the graph is read: what checkpointing recomputes for that is no use
-        self._batch = _Batch()
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._result: ClippedSum | None = None  # of an ordinary backward
         self._losses = loss.Memory.empty()
-        self._checks = tags.Checks()
-        self._prints: tags.Prints | None = None  # of the backward under way, while it is checked
         self._state = StateWatch(model)
-        self._opaque = any(isinstance(rule, OpaqueModule) for rule in rules)
-        self._modules = [rule.module for rule in rules]
-        for rule in rules:
-            patch(rule.module, self._captured(rule))
-        self._release = weakref.finalize(self, release, self._modules, self._watched)
+        self._patched = [module for module in model.modules() if is_skinny(module)]
+        for module in self._patched:
+            patch(module, forward_of(module))  # type: ignore[arg-type]
+        seen = model.register_forward_hook(_remember_rows, with_kwargs=True)
+        self._release = weakref.finalize(self, _release, self._patched, seen)
         self._release.atexit = False
         loss.listen(self)
 
@@ -154,9 +126,8 @@ class GhostClipper:
 
         Raises:
             ValueError: ``losses`` is not [batch].
-            RuntimeError: backward already ran on this batch or graph, a captured activation does not have the batch
-                first, a trainable parameter took no part, a gradient reached a parameter outside its module, or torch's
-                bfloat16 products mix examples on this CPU (`clipping/products.py`).
+            RuntimeError: backward already ran on this batch or graph, examples are mixed, a trainable parameter took no
+                part, or torch's bfloat16 products mix examples on this CPU (`clipping/products.py`).
         """
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -164,11 +135,18 @@ class GhostClipper:
                 "losses must be [batch], one loss per example (cross_entropy(..., reduction='none') for instance, "
                 f"averaged over everything but the batch), got {got}"
             )
-        if self.expected_rows is not None and losses.size(0) != self.expected_rows:
-            raise ValueError(
-                f"losses must have one entry for each of {self.expected_rows} examples, got {losses.size(0)}"
+        batch = losses.size(0)
+        if self.expected_rows is not None and batch != self.expected_rows:
+            raise ValueError(f"losses must have one entry for each of {self.expected_rows} examples, got {batch}")
+        self._require_taken()
+        if losses.grad_fn is None and batch:
+            raise RuntimeError(
+                "losses must be computed from the model's parameters with gradients enabled: no parameter took part"
             )
-        return self._run([Seed(losses, torch.ones_like(losses), 0)], losses.size(0))
+        if losses.grad_fn is None or batch == 0:
+            return self._clip([], 0)
+        edge = GradientEdge(losses.grad_fn, losses.output_nr)
+        return self._clip([(edge, torch.ones_like(losses), Ownership(batch))], batch)
 
     def take(self) -> ClippedSum:
         """The result of the ordinary ``loss.backward()`` that just ran; see :meth:`backward` for what that raises.
@@ -183,15 +161,15 @@ class GhostClipper:
 
     def discard(self) -> None:
         """Forget what was gathered and not taken."""
-        self._result, self._batch = None, _Batch()
+        self._result = None
         self._state.discard()
 
     def detach(self) -> None:
-        """Leave the model as it was before the clipper was attached."""
+        """Leave the model as it was, and ordinary backward calls to torch."""
         self._release()
         loss.forget(self)
-        self._state.close()
         self.discard()
+        self._state.close()
 
     def __enter__(self) -> GhostClipper:
         return self
@@ -201,192 +179,47 @@ class GhostClipper:
     ) -> None:
         self.detach()
 
-    # ---- forward ----------------------------------------------------------------------------------------------------
+    # ---- the ordinary loop ------------------------------------------------------------------------------------------
 
-    def _captured(self, rule: Rule) -> Callable[..., Any]:
-        """The forward that stands in for the module's own while the clipper is attached, and lives."""
-        own_forward = rule.module.forward
-        reference = weakref.ref(self)
+    def owns(self, leaf: object) -> bool:
+        """Whether a leaf of a graph is a parameter that is clipped."""
+        return id(leaf) in self._parameters
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            clipper = reference()
-            if clipper is None:
-                return own_forward(*args, **kwargs)
-            if isinstance(rule, Layer) and (reason := rule.refusal(rule.module)) is not None:
-                raise RuntimeError(f"{rule.path}: {reason}")
-            if not torch.is_grad_enabled() or not rule.active():
-                return own_forward(*args, **kwargs)
-            clipper._count(rule, args)
-            return rule.call(clipper._emit, own_forward, *args, **kwargs)
-
-        return never_compiled(forward)
-
-    def _count(self, rule: Rule, args: tuple[Any, ...]) -> None:
-        """A captured module is called."""
-        slots = rule.slots()
-        for parameter in slots.values():
-            if id(parameter) not in self._watched:
-                self._watch(parameter, rule.path)
-        if self._looking or torch._C._current_graph_task_id() != -1:  # checkpointing recomputes: not another use
-            return
-        batch = self._batch
-        batch.uses.update(map(id, slots.values()))
-        batch.calls.append((id(rule), args[0].shape[1:] if args and isinstance(args[0], Tensor) else ()))
-
-    def _watch(self, parameter: nn.Parameter, path: str) -> None:
-        """Autograd gives captured parameters no gradient: one that gets one is used outside its module."""
-        if id(parameter) not in self._parameters:
-            raise RuntimeError(f"a parameter of module {path!r} was replaced after attaching: detach and attach again")
-        name, _ = self._parameters[id(parameter)]
-
-        def complain(p: Tensor) -> None:
-            if p.grad is None:  # what the captured module itself sends
-                return
-            p.grad = None
-            raise RuntimeError(
-                f"a gradient reached parameter {name!r} outside the forward of its module (a penalty on weights, or a "
-                "functional call): it cannot be clipped per example. Use weight_decay for a penalty, and call the "
-                "module, not its parameter."
-            )
-
-        self._watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(complain)
-
-    # ---- the backwards ----------------------------------------------------------------------------------------------
-
-    def captured(self, node: Any) -> int | None:
-        """The batch dimension of a node's output where it is that of one of this clipper's modules, else None."""
-        if node.name() in _CAPTURES:
-            return 0 if node.emit.__self__ is self else None
-        if not self._opaque:
-            return None
-        emit, dimension = node.metadata.get(OUTPUT_OF, (None, None))
-        return dimension if emit is not None and emit.__self__ is self else None
-
-    def ordinary_backward(self, node: Any, roots: list[tuple[Any, int]], tensors: Any, options: dict[str, Any]) -> None:
-        """Run an ordinary ``loss.backward()``; see :mod:`dpkernels.clipping.loss`. ``node`` is a captured call."""
-        if self.memory == "lean":
-            raise RuntimeError("memory='lean' runs backward twice: call backward(losses) with one loss per example")
+    def ordinary_backward(self, roots: list[tuple[Any, int]], tensors: Any, options: dict[str, Any]) -> None:
+        """What stands in for ``loss.backward()`` where the loss reaches the model: leaves a result to :meth:`take`."""
         self._require_taken()
-        shape, dimension = walk.shape_of(node, 0), self.captured(node)
-        rows = shape[dimension] if dimension is not None and shape else 0
-        if self.expected_rows not in (None, rows):
+        if options["create_graph"] or options["inputs"] is not None:
             raise RuntimeError(
-                f"a module must have the batch first, {self.expected_rows} rows, but put out {list(shape)}. Rows that "
-                "are not examples cannot be clipped: keep the batch in dimension 0 and do not merge it with others."
+                "gradients of private parameters are clipped per example, so that backward() takes no inputs= and no "
+                "create_graph=True. For gradients of other tensors call torch.autograd.grad(loss, tensors, ...)."
             )
-        if rows:
-            try:
-                seeds = loss.read(roots, rows, self.loss_reduction, self.captured, self._losses)
-            except RuntimeError as error:
-                if self._parameters.keys() >= {id(leaf) for leaf in walk.leaves([node for node, _ in roots])}:
-                    raise
-                raise RuntimeError(
-                    f"{error} For the gradient of an input alone, call torch.autograd.grad(output, input)."
-                ) from None
-        else:  # nobody's share could change; the mean of nothing is not a number, and neither are its gradients
-            seeds = loss.nothing(roots)
-        self._result = self._run(seeds, rows, **options)
-
-    def _run(self, seeds: list[Seed], rows: int, *, retain_graph: bool | None = None, **options: Any) -> ClippedSum:
-        self._require_taken()
-        calls = tuple(self._batch.calls)
-        self._batch = _Batch(uses=self._batch.uses, rows=rows)
-        self._running = True
-        lean = self.memory == "lean"
-        due = self._checks.due(calls, rows)
+        graph = read([node for node, _ in roots])
+        foreign = [leaf for leaf in map(leaf_of, graph.nodes) if leaf is not None and not self.owns(leaf)]
+        others = [leaf for leaf in foreign if not isinstance(leaf, nn.Parameter)]
+        keep = bool(options["retain_graph"])
         try:
-            self._state.compare()
-            gradients = [seed.gradient for seed in seeds]
-            if due:
-                self._checked(seeds, calls, rows, options)
-            else:
-                self._backward(seeds, gradients, retain_graph=lean or retain_graph, **options)
-            norms = self._weigh()
-            if lean:
-                self._backward(seeds, gradients, retain_graph=retain_graph, **options)
-            return self._sum(norms)
-        except BaseException:
-            if due:
-                self._checks.forget(calls)
-            raise
-        finally:
-            self._running, self._prints, self._batch = False, None, _Batch()
-
-    @staticmethod
-    def _backward(seeds: list[Seed], gradients: list[Tensor], **options: Any) -> None:
-        loss.plain_backward([seed.root for seed in seeds], gradients, **options)
-
-    def _checked(self, seeds: list[Seed], calls: tuple[Any, ...], rows: int, options: dict[str, Any]) -> None:
-        """The backward, and before it the tagged one: what is captured must be each example's own."""
-        late = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._parameters]
-        if late:
-            raise RuntimeError(
-                f"parameter {late[0]!r} came into the model after its optimizer was made, which does not know it: "
-                "inject adapters or replace layers first, and make the optimizer afterwards"
-            )
-        self._looking = True
-        try:
-            graph = tags.survey(seeds, rows)
-        finally:
-            self._looking = False
-        foreign = [leaf for leaf in graph.leaves if id(leaf) not in self._parameters]
-
-        def look(gradients: list[Tensor], tag: Tensor | None) -> tags.Prints:
-            with tags.parked(foreign):
-                return self._printed(seeds, gradients, tag, options)
-
-        def real(gradients: list[Tensor]) -> tags.Prints:
-            self._prints = prints = tags.Prints()
-            self._backward(seeds, gradients, retain_graph=True, **options)
-            self._prints = None
-            return prints
-
-        self._checks.backward(seeds, calls, rows, look=look, real=real, moves_rows=graph.moves_rows)
-
-    def _printed(
-        self, seeds: list[Seed], gradients: list[Tensor], tag: Tensor | None, options: dict[str, Any]
-    ) -> tags.Prints:
-        """A backward that is looked at, and leaves nothing."""
-        batch, self._batch = self._batch, _Batch(rows=self._batch.rows)
-        self._prints = prints = tags.Prints(tag)
-        self._batch.looked_at = True
-        try:
-            self._backward(seeds, gradients, retain_graph=True, **options)
-        finally:
-            self._batch, self._prints = batch, None
-        return prints
-
-    # ---- pass 1: records and norms ----------------------------------------------------------------------------------
-
-    def _emit(self, ctx: Any, record: Record) -> None:
-        if not self._running:
-            require_inputs_alone(ctx, self._parameters.keys())
-            return
-        self._check_rows(record)
-        batch, parameters = self._batch, [id(p) for p in record.slots.values()]
-        if self._prints is not None:
-            self._prints.add((id(record.rule), *record.slots), record.rule.path, record.output_grad)
-            if batch.looked_at:
+            trainable = [p for p, (_, q) in self._parameters.items() if q.requires_grad]
+            met = Meetings(graph, trainable, self._constants())
+            rows = self.expected_rows if self.expected_rows is not None else _remembered_rows(graph)
+            rows = met.rows if rows is None else rows
+            if rows == 0:
+                self._result = self._clip([], 0)
                 return
-        summing = batch.weights is not None
-        if getattr(ctx, "emitted_for", None) is not (batch if summing else None):
-            raise RuntimeError(f"{record.rule.path}: backward ran twice through one graph, which would count twice")
-        ctx.emitted_for = object() if summing else batch
-        require_apart(record.output_grad)
-        reused = any(batch.uses[p] > 1 for p in parameters)
-        if summing:
-            if not reused:
-                self._add(record)
-            return
-        batch.emitted.update(parameters)
-        if reused:
-            batch.reused.append(record)
-            return
-        squared = record.rule.squared_norms(record, frozenset(record.slots))
-        if self.memory == "keep":
-            batch.records.append((record, squared))
-        else:
-            batch.squared.append(squared)
+            seeds = loss.read(roots, rows, self.loss_reduction, met.__contains__, self._losses)
+            starts: list[Root] = []
+            for seed in seeds:
+                size = seed.gradient.size(seed.axis) if seed.gradient.dim() else 1
+                owner = Ownership(rows, seed.axis, 1, size // rows)
+                starts.append((seed.root, seed.gradient, owner))
+            self._result = self._clip(starts, rows, batch_first=True, keep_graph=keep or bool(others))
+        except RuntimeError as error:
+            if not others:
+                raise
+            raise RuntimeError(
+                f"{error} For the gradient of an input alone, call torch.autograd.grad(output, input)."
+            ) from error
+        if others:  # inputs that require a gradient get it as ever
+            torch.autograd.backward(tensors, retain_graph=keep, inputs=others)
 
     def _require_taken(self) -> None:
         if self._result is not None:
@@ -396,99 +229,202 @@ class GhostClipper:
                 "comes from PoissonLoader(..., physical_batch_size=...)."
             )
 
-    def _check_rows(self, record: Record) -> None:
-        if self._batch.rows is None:
-            self._batch.rows = record.output_grad.size(0) if record.output_grad.dim() else 0
-        for tensor in (record.output_grad, *record.saved):
-            if tensor.dim() == 0 or tensor.size(0) != self._batch.rows:
-                raise RuntimeError(
-                    f"module {record.rule.path!r} must have the batch first, {self._batch.rows} rows, but saw a tensor "
-                    f"of shape {tuple(tensor.shape)}. Rows that are not examples cannot be clipped: keep the batch in "
-                    "dimension 0 and do not merge it with others."
+    # ---- both passes ------------------------------------------------------------------------------------------------
+
+    def _clip(
+        self, roots: Sequence[Root], batch: int, *, batch_first: bool = False, keep_graph: bool = False
+    ) -> ClippedSum:
+        trainable = {id(p): p for _, p in self._parameters.values() if p.requires_grad}
+        self._state.compare()
+        if batch == 0:
+            zeros = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.trainable().items()}
+            device = next(iter(trainable.values())).device if trainable else None
+            return ClippedSum(zeros, torch.zeros(0, dtype=torch.float64, device=device), 0, self.l2_bound)
+        graph = read([edge.node for edge, _, _ in roots])
+        plan = self._plan(graph, trainable, roots, batch)
+        if batch_first and batch > 1:
+            _require_batch_first(plan)
+        _mark(graph, plan)
+        gathered = Pass(graph, plan, batch, self._observe)
+        gathered.run(roots, keep_graph)
+        factors, norms = clip_factors(gathered.squared_norms(), max_grad_norm=self.max_grad_norm)
+        sums = gathered.clipped_sums(factors)
+        grads = {name: sums[id(p)].reshape(p.shape) for name, p in self.trainable().items()}
+        return ClippedSum(grads, norms, batch, self.l2_bound)
+
+    def _observe(self, record: Record, operands: Sequence[Operand]) -> None:
+        if self.observer is not None:
+            seen = replace(record, per_example=dict(record.per_example))
+            self.observer(seen, {o.name: self._parameters[p][0] for o in operands for p in o.parameters})
+
+    def _plan(self, graph: Graph, trainable: dict[int, nn.Parameter], roots: Sequence[Root], batch: int) -> Plan:
+        """The plan for a graph, proved for its shapes."""
+        key = (graph.key, frozenset(trainable)) if len(trainable) < len(self._parameters) else (graph.key,)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make_plan(graph, trainable, roots, batch)
+            if len(self._plans) == _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+            return plan
+        shapes = _shapes(graph, plan, batch)
+        plan.steps += 1
+        again = plan.steps & (plan.steps - 1) == 0  # two examples may have shared a tag
+        switched = any(bool(graph.nodes[n]._saved_training) != training for n, training in plan.switches)
+        known = shapes in plan.shapes and all(use.settled for use in plan.uses)
+        if self.proving and (again or switched or plan.routes or not known):
+            self._prove(graph, plan, roots, batch)
+        return plan
+
+    def _make_plan(self, graph: Graph, trainable: dict[int, nn.Parameter], roots: Sequence[Root], batch: int) -> Plan:
+        constants = self._constants()
+        overruled: frozenset[int] = frozenset()
+        while True:
+            plan = make_plan(graph, trainable, batch, constants, overruled)
+            self._require_all(graph, plan, trainable)
+            failed = prove(graph, plan.uses, roots, batch) if batch > 1 and self.proving else []
+            if not self.proving:
+                assume_usual(graph, plan.uses, batch)
+            if mixed := [use for use in failed if not use.optional]:
+                self._refuse(mixed, batch)
+            if not failed:
+                break
+            overruled |= {use.node for use in failed}
+        self._finish(graph, plan, batch)
+        plan.steps = 1
+        return plan
+
+    def _constants(self) -> frozenset[int]:
+        """Where the model's tensors lie, which do not depend on examples."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return frozenset(t.untyped_storage().data_ptr() for t in tensors if t.numel())
+
+    def _prove(self, graph: Graph, plan: Plan, roots: Sequence[Root], batch: int) -> None:
+        if batch > 1 and (failed := prove(graph, plan.uses, roots, batch, plan.steps)):
+            self._refuse(failed, batch)
+        self._finish(graph, plan, batch)
+
+    def _finish(self, graph: Graph, plan: Plan, batch: int) -> None:
+        if (shapes := _shapes(graph, plan, batch)) is not None and batch > 1:
+            plan.shapes.add(shapes)
+
+    def _refuse(self, uses: list[Use], batch: int) -> None:
+        named = sorted({self._parameters[p][0] for use in uses for o in use.operands for p in o.parameters})
+        what = ", ".join(sorted({use.kind for use in uses}))
+        raise UncapturedError(
+            f"the gradients of {', '.join(named[:6])}{' and others' if len(named) > 6 else ''} (operation {what}) are "
+            f"no sums over the {batch} examples: an example's loss changes what the model computes for another, or the "
+            "rows of some tensor were reordered or merged so that they are no single example's. Batch normalization, "
+            "losses over pairs or over the whole batch, sorting and shuffling do that, and packed sequences (pad "
+            "sequences to one length instead). Let every example's loss depend on that example alone, in the order of "
+            "the batch."
+        )
+
+    def _require_all(self, graph: Graph, plan: Plan, trainable: dict[int, nn.Parameter]) -> None:
+        used = {p for use in plan.uses for operand in use.operands for p in operand.parameters}
+        missing = [self._parameters[p][0] for p in trainable if p not in used]
+        kinds = {type(node).__name__ for node in graph.nodes}
+        if "CheckpointFunctionBackward" in kinds:
+            raise UncapturedError(
+                "activation checkpointing with use_reentrant=True hides a part of the model from the losses' graph: "
+                "pass use_reentrant=False to torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs="
+                "{'use_reentrant': False} in transformers)"
+            )
+        if any("CompiledFunction" in kind for kind in kinds):
+            raise UncapturedError(
+                "torch.compile hides the operations of the model: compute the losses with the model that was not "
+                "compiled, or compile it with backend='eager'"
+            )
+        if missing:
+            raise UncapturedError(
+                f"no gradient reached {', '.join(missing)}: the losses do not depend on "
+                f"{'it' if len(missing) == 1 else 'them'}. Freeze what is not used with requires_grad_(False)."
+            )
+        for node in graph.nodes:
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and id(leaf) not in self._parameters:
+                names = [name for name, p in self.model.named_parameters() if p is leaf]
+                raise UncapturedError(
+                    f"the losses depend on parameter {names[0]!r}, which was added after the engine was attached: "
+                    "inject adapters or replace layers first, and make the optimizer afterwards"
+                    if names
+                    else f"the losses depend on a trainable parameter of shape {tuple(leaf.shape)} outside of the "
+                    "model that is clipped, maybe of a model with another private optimizer: make it a part of the "
+                    "model, freeze it with requires_grad_(False), or detach() what it computes"
                 )
 
-    # ---- between the passes: clip factors ---------------------------------------------------------------------------
 
-    def _weigh(self) -> Tensor:
-        """Set the weight of each example; returns the norms."""
-        batch, trainable = self._batch, self.trainable()
-        if not trainable:
-            raise RuntimeError(
-                "none of the parameters that the model had when its optimizer was made is trainable now: where "
-                "adapters were injected or layers replaced, make the optimizer afterwards"
-            )
-        missing = {name: p for name, p in trainable.items() if id(p) not in batch.emitted}
-        for parameter in missing.values():
-            parameter.grad = None  # what a bypass may have left
-        if missing:
-            raise RuntimeError(
-                f"no per-example gradient arrived for {', '.join(missing)}: the module was not called, was bypassed, "
-                "or ran under reentrant checkpointing (use use_reentrant=False). Freeze what is not used with "
-                "requires_grad_(False)."
-            )
-        self._set_reused_apart()
-        squared = batch.squared + [squared for _, squared in batch.records]
-        if batch.reused:
-            gradients = (self._joint_gradient(i) for i in range(batch.rows or 0))
-            joint = [sum(float(g.square().sum()) for g in gradient.values()) for gradient in gradients]
-            squared.append(torch.tensor(joint, dtype=torch.float64, device=batch.reused[0].output_grad.device))
-        batch.weights, norms = clip_factors(squared, max_grad_norm=self.max_grad_norm, loss_scale=1.0)
-        return norms
-
-    def _set_reused_apart(self) -> None:
-        """Move records whose parameters turned out to have several (a reuse that the forward could not count)."""
-        batch, counted_apart = self._batch, _ids(self._batch.reused)
-        several = {p for p, count in batch.emitted.items() if count > 1} | counted_apart
-        if not several:
-            return
-        if self.memory == "lean" and several - counted_apart:
-            names = ", ".join(self._parameters[p][0] for p in several - counted_apart)
-            raise RuntimeError(f"memory='lean' cannot train {names}: reused under reentrant checkpointing. Use 'keep'.")
-        batch.reused += [r for r, _ in batch.records if several & _ids([r])]
-        batch.records = [(r, s) for r, s in batch.records if not several & _ids([r])]
-
-    def _joint_gradient(self, example: int) -> dict[int, Tensor]:
-        """One example's gradient of the parameters that were used several times, summed over the uses."""
-        total: dict[int, Tensor] = {}
-        for record in self._batch.reused:
-            one = torch.ones(1, dtype=torch.float64, device=record.output_grad.device)
-            sums = record.rule.clipped_sums(record.example(example), one, frozenset(record.slots))
-            for slot, parameter in record.slots.items():
-                p = id(parameter)
-                total[p] = total[p] + sums[slot] if p in total else sums[slot]
-        return total
-
-    # ---- pass 2: clipped sums ---------------------------------------------------------------------------------------
-
-    def _sum(self, norms: Tensor) -> ClippedSum:
-        batch = self._batch
-        assert batch.weights is not None
-        while batch.records:
-            record, _ = batch.records.pop()  # freed as it is consumed
-            self._add(record)
-        for i in range(batch.rows or 0) if batch.reused else ():
-            if batch.weights[i] != 0:
-                for parameter, gradient in self._joint_gradient(i).items():
-                    self._accumulate(parameter, gradient * batch.weights[i])
-        for p in _ids(batch.reused) - batch.sums.keys():  # every example was skipped
-            self._accumulate(p, torch.zeros_like(self._parameters[p][1], dtype=torch.float64))
-        grads = {name: batch.sums[id(p)] for name, p in self.trainable().items()}
-        return ClippedSum(grads, norms, batch.rows or 0, self.l2_bound)
-
-    def _add(self, record: Record) -> None:
-        assert self._batch.weights is not None
-        sums = record.rule.clipped_sums(record, self._batch.weights, frozenset(record.slots))
-        for slot, parameter in record.slots.items():
-            self._accumulate(id(parameter), sums[slot])
-
-    def _accumulate(self, parameter: int, value: Tensor) -> None:
-        known = self._batch.sums.get(parameter)
-        self._batch.sums[parameter] = value if known is None else known.add_(value)
+def _release(modules: list[nn.Module], hook: RemovableHandle) -> None:
+    hook.remove()
+    for module in modules:
+        unpatch(module)
 
 
-#: Autograd's nodes of captured calls: their context has ``emit``, a method of the clipper.
-_CAPTURES = {"_CaptureBackward", "_ExpandBackward"}
+_ROWS = "dpkernels: examples of the forward"
 
 
-def _ids(records: list[Record]) -> set[int]:
-    return {id(p) for record in records for p in record.slots.values()}
+def _remember_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Note in the graph of a model's outputs how many examples its forward was given, which a scalar loss hides."""
+    rows = next((t.size(0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None)
+    leaves = tree_leaves(output)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves) and hasattr(output, "__dict__"):
+        leaves = tree_leaves(vars(output))
+    for leaf in leaves if rows is not None else ():
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.metadata[_ROWS] = rows
+
+
+def _remembered_rows(graph: Graph) -> int | None:
+    """The number of examples in the forward of the model that a graph came from; None if no such forward is in it."""
+    found = {rows for node in graph.nodes if (rows := node.metadata.get(_ROWS)) is not None}
+    if len(found) > 1:
+        raise UncapturedError(
+            f"the loss depends on forwards of {' and '.join(map(str, sorted(found)))} examples: of a batch every "
+            "example takes part in each. Call optimizer.backward(losses) with one loss per example (reduction='none')."
+        )
+    return found.pop() if found else None
+
+
+def _shapes(graph: Graph, plan: Plan, batch: int) -> tuple[Any, ...] | None:
+    """Shapes of the uses' outputs without the batch, and whose their rows are; None where a shape does not fit.
+
+    The uses take the owners for this batch.
+    """
+    found: list[Any] = []
+    for use in plan.uses:
+        metadata = graph.nodes[use.node]._input_metadata
+        if not use.owners:
+            use.owners = [[Ownership(1, 0, 1, m.shape[0])] if batch == 1 and len(m.shape) else [] for m in metadata]
+        for output, owners in enumerate(use.owners):
+            if not owners:
+                found.append(None)
+                continue
+            shape, owner = tuple(metadata[output].shape), owners[0]
+            if owner.batch != batch or shape[owner.dim] != owner.batch * owner.outer * owner.inner:
+                resized = [o for owner in owners if (o := owner.resized(shape, batch)) is not None]
+                if not resized:
+                    return None
+                owners[:] = resized
+                owner = resized[0]
+            found.append((owner.dim, owner.outer, owner.inner, shape[: owner.dim], shape[owner.dim + 1 :]))
+    return tuple(found)
+
+
+def _require_batch_first(plan: Plan) -> None:
+    """A scalar does not say which example is which, but that the first dimension of what it reduces is the batch. So
+    it must be somewhere in the model. One loss per example says it, whatever the model's layout."""
+    owners = [use.owners[0][0] for use in plan.uses if use.owners and use.owners[0]]
+    if not any(owner.dim == 0 and owner.outer == 1 for owner in owners):
+        raise UncapturedError(
+            "an ordinary loss.backward() needs the batch in the first dimension of the model's tensors, and here it is "
+            "in another everywhere. Call optimizer.backward(losses) with one loss per example (reduction='none')."
+        )
+
+
+def _mark(graph: Graph, plan: Plan) -> None:
+    """Refuse a graph that was clipped before, and remember that this one is."""
+    for use in plan.uses:
+        metadata = graph.nodes[use.node].metadata
+        if metadata.get("dpkernels"):
+            raise RuntimeError("backward ran twice through one graph, which would count its examples twice")
+        metadata["dpkernels"] = True

@@ -7,7 +7,7 @@ the rounding of a mean: with one more example, 1/b is another number in every gr
 reaches it is read before it runs:
 
 - between the scalar and the losses that it sums up, known sums and means, and numbers as factors, are plain;
-- from there to the captured modules, operations must work on one example at a time (`clipping/walk.py`);
+- from there to the operations that parameters enter, each must work on one example at a time (`clipping/walk.py`);
 - the backward starts at the losses, where each weighs the same number whatever the batch: 1, for a plain mean.
 """
 
@@ -32,16 +32,14 @@ _FIX = "Call optimizer.backward(losses) with one loss per example (reduction='no
 _LINEAR = {"Add", "Alias", "Clone", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Squeeze", "Sub", "ToCopy", "View"}
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-#: torch's own, whether or not it is wrapped.
-plain_backward: Callable[..., None] = getattr(torch.autograd.backward, "_plain", torch.autograd.backward)
 
 
 class Seed(NamedTuple):
-    """Where a backward starts: a gradient with the batch as the major part of dimension ``axis``; None: without."""
+    """Where a backward starts: a gradient with the batch as the major part of dimension ``axis``."""
 
-    root: Tensor | GradientEdge
+    root: GradientEdge
     gradient: Tensor
-    axis: int | None
+    axis: int
 
 
 @dataclass
@@ -71,8 +69,8 @@ class _Part(NamedTuple):
 def listen(clipper: Any) -> None:
     """Read the losses of ordinary backward calls from now on, as long as ``clipper`` lives or until :func:`forget`.
 
-    ``clipper`` has ``captured(node)``, the batch dimension of what a node of a captured module puts out or None, and
-    ``ordinary_backward(node, roots, ...)``, which runs instead of torch's backward for a graph that holds such a node.
+    ``clipper`` has ``owns(leaf)``, whether a leaf of a graph is a parameter that it clips, and
+    ``ordinary_backward(roots, ...)``, which runs instead of torch's backward for a graph that holds such a leaf.
     """
     _listeners.add(clipper)
     if not hasattr(torch.autograd.backward, "_plain"):
@@ -96,14 +94,13 @@ def _reading(backward: Any) -> Any:
     ) -> Any:
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         nested = torch._C._current_graph_task_id() != -1  # what reentrant checkpointing runs within a backward
-        found = None if nested or not _listeners else _first_captured(tensors)
-        if found is None:
+        clipper = None if nested or not _listeners else _reached(tensors, inputs)
+        if clipper is None:
             return backward(tensors, grad_tensors, grad_variables=grad_variables, **options)
-        clipper, node = found
         given = grad_variables if grad_tensors is None else grad_tensors
         if any(g is not None for g in (given if isinstance(given, (tuple, list)) else (given,))):
             raise RuntimeError(f"backward(gradient=...) hides how the examples are weighted. {_FIX}")
-        return clipper.ordinary_backward(node, _nodes(tensors), tensors, options)
+        return clipper.ordinary_backward(_nodes(tensors), tensors, options)
 
     reading._plain = backward  # type: ignore[attr-defined]
     return reading
@@ -115,21 +112,39 @@ def _nodes(tensors: Any) -> list[tuple[Any, int]]:
     return [edge for edge in edges if edge[0] is not None]
 
 
-def _first_captured(tensors: Any) -> tuple[Any, Any] | None:
-    """A clipper that the graph below ``tensors`` reaches, and the node where; None for the graphs of other models."""
-    clippers = list(_listeners)
-    for node in below([node for node, _ in _nodes(tensors)]):
-        for clipper in clippers:
-            if clipper.captured(node) is not None:
-                return clipper, node
-    return None
+def _reached(tensors: Any, inputs: Any) -> Any | None:
+    """The clipper of a parameter that the backward of ``tensors`` reaches; None for the losses of other models.
+
+    Raises:
+        RuntimeError: there are several.
+    """
+    wanted = walk.leaves([node for node, _ in _nodes(tensors)])
+    if inputs is not None:
+        wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    reached = [clipper for clipper in list(_listeners) if any(clipper.owns(leaf) for leaf in wanted)]
+    if len(reached) > 1:
+        raise RuntimeError(
+            "one loss reaches the models of two private optimizers: detach() what one model gives to the other, or "
+            "freeze the other with requires_grad_(False) for this backward, or train both as one model"
+        )
+    return reached[0] if reached else None
+
+
+def require_free(model: torch.nn.Module) -> None:
+    """Raise ValueError if another clipper listens for parameters of ``model``."""
+    if any(clipper.owns(p) for clipper in list(_listeners) for p in model.parameters()):
+        raise ValueError(
+            "model already has a GhostClipper or a private optimizer attached, and a second one would clip the "
+            "same gradients again: call optimizer.clipper.detach() (or clipper.detach()) on the first, or delete "
+            "it, before the model gets another"
+        )
 
 
 def read(
     roots: list[tuple[Any, int]],
     rows: int,
     loss_reduction: Literal["mean", "sum"],
-    captured: Callable[[Any], int | None],
+    captured: Callable[[Any], bool],
     memory: Memory,
 ) -> list[Seed]:
     """The losses that a scalar sums up over ``rows`` examples, at least one, and what each weighs.
@@ -145,10 +160,10 @@ def read(
         parts = list(_parts(node, output))
         for part in parts:
             if len(parts) + len(roots) > 2 and not _reaches(part.node, captured):
-                # A penalty on parameters, which is refused when its gradient arrives, or the loss of another model.
-                alone = _full(part.node, part.output, _ratio(part, 1))
-                seeds.append(Seed(GradientEdge(part.node, part.output), alone, None))
-                continue
+                raise RuntimeError(
+                    "a part of the loss depends on no example: a penalty on weights cannot be clipped per example, use "
+                    f"weight_decay; for the loss of another model call backward() on it alone. {_FIX}"
+                )
             weight = _weight(part, rows, loss_reduction)
             under = part.node.next_functions[0][0]
             kind = part.kind if under is None else (*part.kind, operation(under))
@@ -157,7 +172,6 @@ def read(
                 new = list(_seeds(part, weight, rows, constants))
                 for seed in new:
                     edge, axis = seed.root, seed.axis
-                    assert isinstance(edge, GradientEdge) and axis is not None  # noqa: PT018
                     walk.follow(edge.node, edge.output_nr, axis, rows, stop=captured, constants=constants)
             except MixesExamples as error:
                 raise RuntimeError(
@@ -167,11 +181,6 @@ def read(
     _require_same_weights(weights, memory)
     _require_same_constants(constants, memory)
     return seeds
-
-
-def nothing(roots: list[tuple[Any, int]]) -> list[Seed]:
-    """Seeds for the loss of an empty batch: whatever it is, it has no gradient."""
-    return [Seed(GradientEdge(node, output), _full(node, output, 0.0), None) for node, output in roots]
 
 
 # ---- from the scalar to what it sums up -----------------------------------------------------------------------------
@@ -247,9 +256,9 @@ def _coefficient(node: Any, name: str, position: int) -> float:
     return 1.0
 
 
-def _reaches(node: Any, captured: Callable[[Any], int | None]) -> bool:
+def _reaches(node: Any, captured: Callable[[Any], bool]) -> bool:
     """Whether a captured module is below ``node``."""
-    return any(captured(each) is not None for each in below([node]))
+    return any(captured(each) for each in below([node]))
 
 
 def _is_count(other: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 Parameters, buffers and tensors in plain attributes of all modules are fingerprinted when the first module of a batch
 is called and compared when the backward begins: by contents, because neither ``.data`` nor a new tensor under the same
-name shows in a version counter. This is done at the first steps and then at growing intervals; what is written in
-place into a buffer is seen at every step (`layers/state.py`).
+name shows in a version counter. This is done at the first steps, then at growing intervals, and after every
+step at which a buffer's version had changed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class StateWatch:
         self._handle: RemovableHandle | None = None
         self._before: dict[tuple[str, str, str], tuple[Any, Tensor]] | None = None
         self._batches = 0
+        self._versions: list[tuple[Tensor, int]] = []  # of buffers at the last backward
         self._arm()
 
     def compare(self) -> None:
@@ -38,12 +39,17 @@ class StateWatch:
             RuntimeError: something changed since the forward began.
         """
         before, self._before = self._before, None
+        if any(buffer._version != version for buffer, version in self._versions):
+            self._batches = 0
         self._batches += 1
         following = self._batches + 1
+        buffers = [buffer for buffer, _ in self._versions]
         if following & (following - 1) == 0 or following <= 3:
             self._arm()
+            buffers = list(self._model.buffers())
         else:
             self._disarm()
+        self._versions = [(buffer, buffer._version) for buffer in buffers]
         if before is None:
             return
         now = dict(self._state())

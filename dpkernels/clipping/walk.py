@@ -1,11 +1,11 @@
-"""Whether what lies between the losses and the captured modules keeps the examples apart, read from autograd's graph.
+"""Whether what lies between the losses and the model's last layers keeps the examples apart, read from autograd's graph.
 
-:func:`follow` walks from the tensors that the loss sums up towards the captured modules and carries along which
+:func:`follow` walks from the tensors that the loss sums up towards the operations that parameters enter and carries along which
 dimension is the batch. An operation that selects, sorts, shifts or sums across that dimension, a factor that is one
 number for the whole batch, and every operation that is not listed here are refused. A dimension counts as the batch if
 its size is a multiple of the number of examples and the examples are its major part, as in [batch * positions,
 classes]; where sizes coincide by chance the guess is the first such dimension, and the tagged backward decides
-(`clipping/tags.py`).
+(`clipping/proof.py`).
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def leaves(nodes: list[Any]) -> list[Tensor]:
 
 
 def follow(
-    node: Any, output: int, axis: int, rows: int, *, stop: Callable[[Any], int | None], constants: list[Constant]
+    node: Any, output: int, axis: int, rows: int, *, stop: Callable[[Any], bool], constants: list[Constant]
 ) -> None:
-    """Walk below one output of ``node`` whose batch dimension is ``axis``, down to captured modules.
+    """Walk below one output of ``node`` whose batch dimension is ``axis``, down to operations that parameters enter.
 
     Args:
         rows: number of examples, at least 1.
-        stop: the batch dimension of what a node of a captured module puts out; None for other nodes.
+        stop: whether a node is one that parameters enter: from there on, layouts are proved (`clipping/proof.py`).
         constants: receives the tensors that must be the same for every batch.
 
     Raises:
@@ -100,10 +100,7 @@ def follow(
                 raise MixesExamples(f"{name} is used with the batch in dimensions {seen[key]} and {edge.axis}")
             continue
         seen[key] = edge.axis
-        captured = stop(edge.node)
-        if captured is not None:
-            if edge.axis != captured:
-                raise MixesExamples(f"it takes dimension {edge.axis} of a module's output for the batch")
+        if stop(edge.node):
             continue
         shape = shape_of(edge.node, edge.output)
         rule = _RULES.get(name)
@@ -429,7 +426,7 @@ _RULES: dict[str, Callable[[_Step], list[_Edge]]] = {
     **dict.fromkeys(
         _names(
             "LogSoftmax Softmax SoftmaxBackwardData Cumsum Cumprod Cummax Cummin Logcumsumexp Flip Roll Sort Topk "
-            "Gather IndexSelect Split SplitWithSizes Glu"
+            "Gather IndexSelect Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Glu"
         ),
         _along,
     ),

@@ -1,34 +1,27 @@
-"""Layer types: how each is captured, its per-example norms and its clipped sums. :data:`REGISTRY` lists them all."""
+"""Operations that parameters enter: their per-example norms and clipped sums. :data:`RULES` lists them all."""
 
-from torch import nn
+from dpkernels.layers.base import STORED, Record, Rule, stored
+from dpkernels.layers.broadcast import BroadcastRule
+from dpkernels.layers.conv import ConvRule
+from dpkernels.layers.embedding import EmbeddingBagRule, EmbeddingRule
+from dpkernels.layers.linear import LeftLinearRule, LinearRule
+from dpkernels.layers.norm import ChannelNormRule, FixedNormRule, PositionNormRule
+from dpkernels.layers.ownership import Ownership
+from dpkernels.layers.skinny import SkinnyLinearRule
+from dpkernels.layers.sparse import SelectedRule
 
-from dpkernels.layers.base import OUTPUT_OF, Layer, Record, Rule
-from dpkernels.layers.conv import ConvLayer, ConvTransposeLayer
-from dpkernels.layers.embedding import EmbeddingBagLayer, EmbeddingLayer
-from dpkernels.layers.linear import LinearLayer
-from dpkernels.layers.norm import BatchNormLayer, GroupNormLayer, InstanceNormLayer, LayerNormLayer, RMSNormLayer
-from dpkernels.layers.opaque import OpaqueModule
-from dpkernels.layers.sparse import SparseConvLayer, SparseLinearLayer
-from dpkernels.layers.state import BufferGuard
+#: Every rule. The first that has all of a node's trainable operands and serves the node is taken.
+RULES: list[Rule] = [
+    LinearRule(),
+    LeftLinearRule(),
+    SkinnyLinearRule(),
+    ConvRule(),
+    ChannelNormRule(),
+    PositionNormRule(),
+    FixedNormRule(),
+    EmbeddingRule(),
+    EmbeddingBagRule(),
+    BroadcastRule(),
+]
 
-_LAYERS: tuple[type[Layer], ...] = (
-    LinearLayer,
-    ConvLayer,
-    ConvTransposeLayer,
-    GroupNormLayer,
-    InstanceNormLayer,
-    LayerNormLayer,
-    RMSNormLayer,
-    BatchNormLayer,
-    EmbeddingLayer,
-    EmbeddingBagLayer,
-    SparseConvLayer,
-    SparseLinearLayer,
-)
-
-#: The layer that serves each module type. A subclass that inherits its base's forward is served by the base's layer.
-REGISTRY: dict[type[nn.Module], type[Layer]] = {
-    module_type: layer for layer in _LAYERS for module_type in layer.module_types
-}
-
-__all__ = ["OUTPUT_OF", "REGISTRY", "BufferGuard", "Layer", "OpaqueModule", "Record", "Rule"]
+__all__ = ["RULES", "STORED", "Ownership", "Record", "Rule", "SelectedRule", "stored"]

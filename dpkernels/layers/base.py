@@ -1,145 +1,129 @@
-"""Capture and clipping of one type of module: the interface that every layer implements.
+"""What an operation of autograd's graph adds to per-example gradients: the interface that every rule implements.
 
-A captured module runs its forward inside :class:`_Capture`, an autograd function over (weight, bias, inputs) whose
-backward returns the gradient of the inputs, no gradient of the parameters, and emits a :class:`Record` of what the
-per-example gradients are made of.
+A parameter enters a graph as an *operand* of a node: directly, or moved and computed from by nodes that depend on
+parameters alone. When the backward reaches that node, a :class:`Record` takes what the operand's per-example gradients
+are made of, and the node's rule turns records into squared norms and clipped sums.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from dpkernels.layers.ownership import Ownership
+from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
 
 
 @dataclass
 class Record:
-    """One backward through one call of a module. Every tensor has the batch first."""
+    """One backward through one operation. Every tensor has the batch first.
+
+    Attributes:
+        rule: what computes with it.
+        saved: what the operation kept of its forward.
+        output_grad: gradient of the summed losses with respect to the output; may be expanded (strides 0).
+        operands: what it is about.
+        per_example: operand -> its gradients [batch, *operand], where the rule stores them.
+        settings: of the operation, such as a convolution's stride.
+    """
 
     rule: Rule
-    slots: dict[str, nn.Parameter]  # the parameters that it is about
-    saved: tuple[Tensor, ...]  # what the layer's forward kept
-    output_grad: Tensor  # gradient of the summed losses with respect to the output; may be expanded (strides 0)
-    per_example: dict[str, Tensor] = field(default_factory=dict)  # gradients [batch, ...] that the layer chose to store
+    saved: tuple[Tensor, ...]
+    output_grad: Tensor
+    operands: frozenset[str]
+    per_example: dict[str, Tensor] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
-    def example(self, index: int) -> Record:
-        """The record of one example, as a batch of one."""
-        one = slice(index, index + 1)
+    def examples(self, start: int, stop: int) -> Record:
+        """The record of some of the examples."""
+        some = slice(start, stop)
         return replace(
             self,
-            saved=tuple(t[one] for t in self.saved),
-            output_grad=self.output_grad[one],
-            per_example={slot: t[one] for slot, t in self.per_example.items()},
+            saved=tuple(t[some] for t in self.saved),
+            output_grad=self.output_grad[some],
+            per_example={operand: t[some] for operand, t in self.per_example.items()},
         )
 
 
-Emit = Callable[[Any, Record], None]  # (autograd context, record): how a record reaches the engine
-
-#: Key in the metadata of an output's node: (the Emit of the module that puts it out, batch dimension of the output).
-OUTPUT_OF = "dpkernels: output of"
-
-
 class Rule(ABC):
-    """How one module of a model is captured and clipped. A *slot* is the name of a parameter within the module."""
+    """How one kind of operation is clipped. A rule has no state: what it needs of a call is in its records.
 
-    def __init__(self, module: nn.Module, path: str) -> None:
-        self.module = module
-        self.path = path or "(the model)"
-
-    def slots(self) -> dict[str, nn.Parameter]:
-        """The module's own trainable parameters by slot."""
-        return {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
-
-    def active(self) -> bool:
-        """Whether a forward must go through :meth:`call` now."""
-        return bool(self.slots())
-
-    @abstractmethod
-    def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's forward with capture; ``forward`` is the module's own."""
-
-    @abstractmethod
-    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
-        """float64 [batch]: squared norm of each example's gradient over ``slots``, never below the true one. May fill
-        ``record.per_example`` for :meth:`clipped_sums`."""
-
-    @abstractmethod
-    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        """float64 sums over examples of weight times gradient, shaped as the parameters; weight 0 skips the example."""
-
-
-class Layer(Rule):
-    """Rule for one type of module.
-
-    Subclasses list the module types they serve (not subclasses of these with a forward of their own), say what they
-    refuse, and define the forward, the gradient of its inputs, the squared norms and the clipped sums.
+    Attributes:
+        nodes: autograd nodes that it serves, by name without "Backward0", and their operands: the name of each by its
+            position among the node's inputs.
     """
 
-    module_types: ClassVar[tuple[type[nn.Module], ...]]
-    #: The parameters that such a module has, or some of them: one with others is served as unknown.
-    parameters: ClassVar[frozenset[str]] = frozenset({"weight", "bias"})
-    #: What autocast does to this kind of operation: cast to its dtype ("lower"), to float32 ("float32"), or nothing.
-    autocast: ClassVar[str | None] = "lower"
+    nodes: ClassVar[dict[str, dict[int, str]]] = {}
 
-    @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
-        """Why this module cannot be trained privately, and the fix; None if it can."""
+    def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
+        """Whether :meth:`record` can be called; else the node's own backward runs for each example.
+
+        Args:
+            node: the autograd node, whose saved tensors can be read.
+            shapes: of the operands that trainable parameters flow into.
+            owner: whose the rows of its first output are.
+        """
+        return True
+
+    @abstractmethod
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        """What the per-example gradients of the operands are made of. ``grads`` are those of the node's outputs."""
+
+    @abstractmethod
+    def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
+        """float64 [batch]: squared norm of each example's gradient over ``operands``, never below that of what
+        :meth:`clipped_sums` adds. May store gradients in the record, and drop what they were made of."""
+
+    @abstractmethod
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        """float64 sums over examples of weight times gradient, in the operands' shapes; weight 0 skips the example."""
+
+    @abstractmethod
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        """Each example's gradient of one operand, [batch, *operand]."""
+
+    def joined(self, records: Sequence[Record], operand: str) -> Record | None:
+        """One record whose gradient of ``operand`` is the sum of theirs; None where there is no such record."""
         return None
 
-    def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Capture of a forward that takes one tensor. Layers whose forward takes more override this."""
-        (x,) = args if not kwargs else (*args, *kwargs.values())
-        return self.capture(emit, x)
 
-    def capture(self, emit: Emit, *inputs: Tensor) -> Tensor:
-        """Run :meth:`run` under autograd so that its backward emits a record."""
-        weight, bias = getattr(self.module, "weight", None), getattr(self.module, "bias", None)
-        device = inputs[0].device.type
-        if self.autocast is not None and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device) if self.autocast == "lower" else torch.float32
-            weight, bias, *cast = (
-                t.to(dtype) if t is not None and t.is_floating_point() else t for t in (weight, bias, *inputs)
-            )
-            with torch.autocast(device, enabled=False):
-                return _Capture.apply(self, emit, weight, bias, *cast)
-        return _Capture.apply(self, emit, weight, bias, *inputs)
+class StoredRule(Rule):
+    """Gradients of each example that are stored, in whatever way they came about."""
 
-    @abstractmethod
-    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The forward: its output, and the batch-first tensors that :meth:`input_grads` and the clipping need."""
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        raise NotImplementedError("stored gradients come from other rules")
 
-    @abstractmethod
-    def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Gradients with respect to the inputs, None where not needed."""
+    def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
+        norms = [row_squared_norms(_rows(record.per_example[operand])) for operand in sorted(operands)]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
+
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        stored = record.per_example
+        return {o: weighted_row_sum(_rows(stored[o]), weights).view(stored[o].shape[1:]) for o in sorted(operands)}
+
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        return record.per_example[operand]
+
+    def joined(self, records: Sequence[Record], operand: str) -> Record | None:
+        return stored(operand, torch.stack([r.per_example[operand].double() for r in records]).sum(0))
 
 
-class _Capture(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, layer: Layer, emit: Emit, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor
-    ) -> Tensor:
-        output, saved = layer.run(weight, bias, *inputs)
-        if output._is_view():  # of what only this function has seen: torch forbids to change such a view in place
-            output = torch.ops.aten._unsafe_view(output, output.shape)
-        ctx.layer, ctx.emit, ctx.slots = layer, emit, layer.slots()
-        ctx.save_for_backward(weight, *saved)
-        return output
+def _rows(gradients: Tensor) -> Tensor:
+    return gradients.reshape(gradients.size(0), -1)
 
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"module {ctx.layer.path!r} was run backward with create_graph=True, as a gradient penalty does: the "
-                "gradients of such a second backward cannot be clipped per example. Leave the penalty out; for input "
-                "gradients alone call torch.autograd.grad without create_graph."
-            )
-        weight, *saved = ctx.saved_tensors
-        record = Record(ctx.layer, ctx.slots, tuple(saved), output_grads[0])
-        needed = ctx.needs_input_grad[4:]
-        grads = ctx.layer.input_grads(record, weight, needed) if any(needed) else (None,) * len(needed)
-        ctx.emit(ctx, record)
-        return (None, None, None, None, *grads)
+
+STORED = StoredRule()
+
+
+def stored(operand: str, gradients: Tensor) -> Record:
+    """A record of the gradients [batch, *operand] themselves."""
+    return Record(STORED, (), gradients.new_empty(gradients.size(0), 0), frozenset({operand}), {operand: gradients})

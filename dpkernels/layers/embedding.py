@@ -1,13 +1,13 @@
-"""nn.Embedding and nn.EmbeddingBag: the gradient of a table, of which an example touches a few rows."""
+"""Rows of a table that indices pick: ``nn.Embedding``, ``F.embedding`` and bags of one example each."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+import torch
+from torch import Tensor
 
-from dpkernels.layers.base import Emit, Layer, Record
+from dpkernels.layers.base import Record, Rule
+from dpkernels.layers.ownership import Ownership
 from dpkernels.ops.embedding import (
     embedding_bag_clipped_sums,
     embedding_bag_squared_norms,
@@ -16,110 +16,102 @@ from dpkernels.ops.embedding import (
 )
 
 
-class _Table(Layer):
-    autocast: ClassVar[str | None] = None  # torch looks rows up in the table's dtype
+class EmbeddingRule(Rule):
+    """Saves the indices, [batch, positions]."""
 
-    @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
-        if module.max_norm is not None:
-            return "max_norm changes the table in the forward, by the rows that private examples use. Set max_norm=None"
-        if module.scale_grad_by_freq:
-            return (
-                "scale_grad_by_freq divides an example's gradient by counts over the whole batch. Set "
-                "scale_grad_by_freq=False"
-            )
-        if module.sparse:
-            return "sparse=True cannot hold a private gradient: noise reaches every row. Set sparse=False"
-        return None
+    nodes: ClassVar[dict[str, dict[int, str]]] = {"Embedding": {0: "weight"}}
 
+    def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
+        return owner.dim < node._saved_indices.dim() and not node._saved_scale_grad_by_freq
 
-class EmbeddingLayer(_Table):
-    """nn.Embedding on indices of any rank: [batch, ...] to [batch, ..., dim]."""
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        (g,) = grads
+        assert g is not None
+        indices = owner.rows(node._saved_indices).reshape(owner.batch, -1)
+        return self.lookup(indices, owner.rows(g), shapes["weight"][0], signed(node._saved_padding_idx))
 
-    module_types = (nn.Embedding,)
-    module: nn.Embedding
+    def lookup(self, indices: Tensor, g: Tensor, rows: int, padding_idx: int) -> Record:
+        """The record of positions [batch, positions] of a table with ``rows`` rows, negative for no padding."""
+        settings = {"rows": rows, "padding_idx": None if padding_idx < 0 else padding_idx}
+        return Record(self, (indices,), g.reshape(*indices.shape, -1), frozenset({"weight"}), settings=settings)
 
-    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        (indices,) = inputs
-        assert weight is not None
-        return F.embedding(indices, weight, self.module.padding_idx), (indices,)
+    def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
+        (indices,) = record.saved
+        return embedding_squared_norms(indices, record.output_grad, padding_idx=record.settings["padding_idx"])
 
-    def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        return (None,)
-
-    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
-        return embedding_squared_norms(*_positions(record), padding_idx=self.module.padding_idx)
-
-    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        rows, padding_idx = self.module.weight.size(0), self.module.padding_idx
-        indices, g = _positions(record)
-        return {"weight": embedding_clipped_sums(indices, g, weights, num_embeddings=rows, padding_idx=padding_idx)}
-
-
-class EmbeddingBagLayer(_Table):
-    """nn.EmbeddingBag on [batch, positions], one bag per example. Saves (indices,) or (indices, per_sample_weights)."""
-
-    module_types = (nn.EmbeddingBag,)
-    module: nn.EmbeddingBag
-
-    @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
-        if module.mode == "max":
-            return "an embedding bag of mode 'max' is not supported. Use mode 'sum' or 'mean'"
-        return super().refusal(module)
-
-    def call(self, emit: Emit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._call(emit, *args, **kwargs)
-
-    def _call(
-        self, emit: Emit, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        if input.dim() != 2 or offsets is not None:
-            raise ValueError(
-                f"the input of {self.path!r} must be [batch, positions] without offsets, one bag per example, got "
-                f"{input.dim()}-D{'' if offsets is None else ' with offsets'}: pad to one length and set padding_idx"
-            )
-        return self.capture(emit, input, *(() if per_sample_weights is None else (per_sample_weights,)))
-
-    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        indices, *scales = inputs
-        assert weight is not None
-        output = F.embedding_bag(
-            indices,
-            weight,
-            mode=self.module.mode,
-            per_sample_weights=scales[0] if scales else None,
-            padding_idx=self.module.padding_idx,
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        (indices,) = record.saved
+        padding_idx, rows = record.settings["padding_idx"], record.settings["rows"]
+        sums = embedding_clipped_sums(
+            indices, record.output_grad, weights, num_embeddings=rows, padding_idx=padding_idx
         )
-        return output, inputs
+        return {"weight": sums}
 
-    def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        indices, scales = record.saved  # only per_sample_weights can need a gradient
-        assert weight is not None
-        grads = (F.embedding(indices, weight) @ record.output_grad.unsqueeze(-1)).squeeze(-1)
-        if self.module.padding_idx is not None:
-            grads = grads.masked_fill(indices == self.module.padding_idx, 0)
-        return None, grads.to(scales.dtype)
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        (indices,), g = record.saved, record.output_grad
+        padding_idx = record.settings["padding_idx"]
+        if padding_idx is not None:
+            g = g.masked_fill((indices == padding_idx).unsqueeze(-1), 0)
+        total = torch.zeros(len(g), record.settings["rows"], g.size(-1), dtype=torch.float64, device=g.device)
+        return total.scatter_add_(1, indices.unsqueeze(-1).expand_as(g), g.double())
 
-    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
+    def joined(self, records: Sequence[Record], operand: str) -> Record | None:
+        first = records[0].settings
+        if any(record.settings != first for record in records):
+            return None
+        indices, g = (
+            torch.cat(parts, 1) for parts in zip(*((r.saved[0], r.output_grad) for r in records), strict=True)
+        )
+        return Record(self, (indices,), g, frozenset({operand}), settings=first)
+
+
+class EmbeddingBagRule(Rule):
+    """Bags of one size, a bag for each example. Saves (indices,) or (indices, per_sample_weights)."""
+
+    nodes: ClassVar[dict[str, dict[int, str]]] = {"EmbeddingBag": {0: "weight"}}
+
+    def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
+        indices, offsets = node._saved_indices, node._saved_offsets
+        if not owner.plain or node._saved_mode > 1 or node._saved_scale_grad_by_freq or indices.numel() % owner.batch:
+            return False
+        each = indices.numel() // owner.batch
+        return indices.dim() == 1 and bool((offsets[: owner.batch].diff() == each).all()) and int(offsets[0]) == 0
+
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        g, scales = grads[0], node._saved_per_sample_weights
+        assert g is not None
+        padding_idx = signed(node._saved_padding_idx)
+        saved = tuple(t.view(owner.batch, -1) for t in (node._saved_indices, scales) if t is not None)
+        mode = ("sum", "mean")[node._saved_mode]
+        settings = {"mode": mode, "padding_idx": None if padding_idx < 0 else padding_idx, "rows": shapes["weight"][0]}
+        return Record(self, saved, g, frozenset(shapes), settings=settings)
+
+    def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
         return embedding_bag_squared_norms(record.saved[0], record.output_grad, **self._options(record))
 
-    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        rows = self.module.weight.size(0)
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        rows, indices = record.settings["rows"], record.saved[0]
         options = self._options(record)
         return {
-            "weight": embedding_bag_clipped_sums(
-                record.saved[0], record.output_grad, weights, num_embeddings=rows, **options
-            )
+            "weight": embedding_bag_clipped_sums(indices, record.output_grad, weights, num_embeddings=rows, **options)
         }
+
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        batch = record.output_grad.size(0)
+        weights = torch.ones(1, dtype=torch.float64, device=record.output_grad.device)
+        one = (record.examples(i, i + 1) for i in range(batch))
+        return torch.stack([self.clipped_sums(r, weights, frozenset({operand}))[operand] for r in one])
 
     def _options(self, record: Record) -> dict[str, Any]:
         scales = record.saved[1] if len(record.saved) == 2 else None
-        return {"mode": self.module.mode, "per_sample_weights": scales, "padding_idx": self.module.padding_idx}
+        settings = record.settings
+        return {"mode": settings["mode"], "per_sample_weights": scales, "padding_idx": settings["padding_idx"]}
 
 
-def _positions(record: Record) -> tuple[Tensor, Tensor]:
-    """Indices as [batch, positions] and output gradients as [batch, positions, dim]."""
-    (indices,), g = record.saved, record.output_grad
-    shape = (indices.size(0), math.prod(indices.shape[1:]))
-    return indices.reshape(shape), g.reshape(*shape, g.size(-1))
+def signed(value: int) -> int:
+    """An integer that autograd shows unsigned."""
+    return (value + 2**63) % 2**64 - 2**63

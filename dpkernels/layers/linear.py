@@ -1,57 +1,75 @@
-"""nn.Linear on input of any rank: [batch, ..., in_features]."""
+"""Products with a matrix of parameters: what ``nn.Linear``, ``F.linear``, ``x @ w`` and Conv1D of transformers become.
 
-import math
+The operand ``weight`` is the matrix [in, out] on the right of the product, or [out, in] where it stands on the left.
+"""
+
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from dpkernels.layers.base import Layer, Record
-from dpkernels.ops.clip import row_squared_norms
-from dpkernels.ops.linear import linear_clipped_sums, linear_forward, linear_squared_norms
-
-#: A layer with at most so many outputs and at least so many inputs is bound by reading its input: there the forward
-#: takes the row norms along.
-_FEW_OUTPUTS, _MANY_INPUTS = 32, 1024
+from dpkernels.layers.base import Record, Rule
+from dpkernels.layers.ownership import Ownership
+from dpkernels.ops.linear import linear_clipped_sums, linear_squared_norms
 
 
-class LinearLayer(Layer):
-    """The positions between the batch and the features are flattened into one."""
+class LinearRule(Rule):
+    """``x @ weight + bias`` on rows. Saves the input, [batch, positions, in]."""
 
-    module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    nodes: ClassVar[dict[str, dict[int, str]]] = {"Addmm": {0: "bias", 2: "weight"}, "Mm": {1: "weight"}}
 
-    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        (x,) = inputs
-        assert weight is not None
-        skinny = weight.size(0) <= _FEW_OUTPUTS and weight.size(1) >= _MANY_INPUTS
-        if skinny and x.dim() == 2 and x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu":
-            output, squared_rows = linear_forward(x, weight, bias)
-            return output, (x, squared_rows)
-        return F.linear(x, weight, bias), (x,)
+    def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
+        scaled = hasattr(node, "_saved_alpha") and (node._saved_alpha != 1 or node._saved_beta != 1)
+        return owner.dim == 0 and not scaled and len(shapes.get("bias", (0,))) == 1
 
-    def input_grads(self, record: Record, weight: Tensor | None, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        assert weight is not None
-        return (record.output_grad @ weight,)
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        (g,) = grads
+        assert g is not None
+        g = owner.rows(g)
+        if "weight" not in shapes:
+            return Record(self, (g[..., :0],), g, frozenset(shapes))
+        x = node._saved_mat1 if "Addmm" in node.name() else node._saved_self
+        return Record(self, (owner.rows(x),), g, frozenset(shapes))
 
-    def squared_norms(self, record: Record, slots: frozenset[str]) -> Tensor:
-        if len(record.saved) == 2:  # ||g a^T||^2 = ||a||^2 ||g||^2, and the bias is an input of 1
-            # Squares of float64 may vanish below its range where the other factor is large.
-            x, least = record.saved[0], torch.finfo(torch.float64).tiny
-            inputs = (record.saved[1] + x.size(1) * least) * ("weight" in slots) + ("bias" in slots)
-            return inputs * (row_squared_norms(record.output_grad) + record.output_grad.size(1) * least)
-        return linear_squared_norms(*rows_of(record), weight="weight" in slots, bias="bias" in slots)
+    def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
+        (x,), g = record.saved, record.output_grad
+        return linear_squared_norms(x, g, weight="weight" in operands, bias="bias" in operands)
 
-    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        weight, bias = linear_clipped_sums(*rows_of(record), weights, weight="weight" in slots, bias="bias" in slots)
-        return {slot: value for slot, value in (("weight", weight), ("bias", bias)) if slot in slots}
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        (x,), g = record.saved, record.output_grad
+        weight, bias = linear_clipped_sums(x, g, weights, weight="weight" in operands, bias="bias" in operands)
+        return {operand: value for operand, value in (("weight", weight.mT), ("bias", bias)) if operand in operands}
+
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        (x,), g = record.saved, record.output_grad
+        return g.sum(1, dtype=torch.float64) if operand == "bias" else x.double().mT @ g.double()
+
+    def joined(self, records: Sequence[Record], operand: str) -> Record | None:
+        x, g = torch.cat([r.saved[0] for r in records], 1), torch.cat([r.output_grad for r in records], 1)
+        return Record(self, (x,), g, frozenset({operand}))
 
 
-def rows_of(record: Record) -> tuple[Tensor, Tensor]:
-    """Activations and output gradients as [batch, positions, features]."""
-    x, g = record.saved[0], record.output_grad
-    if x.dim() == 3:
-        return x, g
-    positions = math.prod(x.shape[1:-1])
-    return x.reshape(x.size(0), positions, x.size(-1)), g.reshape(x.size(0), positions, g.size(-1))
+class LeftLinearRule(LinearRule):
+    """``weight @ x`` on columns: the same, turned round."""
+
+    nodes: ClassVar[dict[str, dict[int, str]]] = {"Addmm": {1: "weight"}, "Mm": {0: "weight"}}
+
+    def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
+        return owner.dim == 1 and getattr(node, "_saved_alpha", 1) == 1
+
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        (g,) = grads
+        assert g is not None
+        rows = Ownership(owner.batch, 0, owner.outer, owner.inner)
+        return Record(self, (rows.rows(node._saved_mat2.mT),), rows.rows(g.mT), frozenset(shapes))
+
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        return {"weight": super().clipped_sums(record, weights, operands)["weight"].mT}
+
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        return super().gradients(record, operand).mT

@@ -6,16 +6,16 @@ clipping, noise and the update are of these numbers alone, whatever the optimize
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dpkernels.layers.base import Layer, Record
-from dpkernels.layers.conv import ConvLayer
-from dpkernels.layers.linear import LinearLayer, rows_of
+from dpkernels.layers.base import Record, Rule
+from dpkernels.layers.conv import ConvRule
+from dpkernels.layers.linear import LinearRule
+from dpkernels.layers.ownership import Ownership
 from dpkernels.ops.clip import row_squared_norms, weighted_row_sum
 from dpkernels.ops.conv import conv_clipped_sums, conv_squared_norms
 from dpkernels.ops.sparse import sparse_gradients
@@ -59,7 +59,7 @@ class _Sparse(nn.Module):
         """A dense module with the weights as they are now, and the same bias.
 
         Raises:
-            ValueError: this module has hooks or a clipper, which the dense one would not have.
+            ValueError: this module has hooks, which the dense one would not have.
         """
         _require_free(self)
         module = self.dense_type.__new__(self.dense_type)
@@ -76,7 +76,7 @@ class _Sparse(nn.Module):
 
 def _require_free(module: nn.Module) -> None:
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        raise ValueError("module must have no hooks and no GhostClipper: remove or detach them first")
+        raise ValueError("module must have no hooks and no forward of its own: remove them first")
 
 
 def _take_settings(module: nn.Module, other: nn.Module) -> None:
@@ -99,7 +99,7 @@ class SparseConv2d(_Sparse, nn.Conv2d):  # type: ignore[override]
         mask: bool in the weight's shape: true where the weight is trained. It may be true nowhere.
 
     Raises:
-        ValueError, TypeError: the module is of another type, has hooks or a clipper; the mask does not fit.
+        ValueError, TypeError: the module is of another type or has hooks; the mask does not fit.
     """
 
     dense_type = nn.Conv2d
@@ -111,72 +111,75 @@ class SparseLinear(_Sparse, nn.Linear):  # type: ignore[override, misc]
     dense_type = nn.Linear
 
 
-class _SelectedWeights(Layer):
-    """What both rules share: the gradients of the selected weights are stored with the norms where they are few, and
-    from then on the record holds the gradients alone; else they are computed again for the sum, some at a time."""
+class SelectedRule(Rule):
+    """A convolution or a linear layer of which selected weights are trained.
 
-    parameters = frozenset({"values", "bias"})
+    The gradients of these weights are stored with the norms where they are few, and from then on the record holds the
+    gradients alone; else they are computed again for the sum, some at a time. Saves (input, entries), as a convolution
+    sees them.
+    """
 
-    @abstractmethod
-    def operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Input and output gradient of a convolution, [batch, channels, *map], and its settings as keywords."""
+    def __init__(self, rule: LinearRule | ConvRule) -> None:
+        self._dense = rule
 
-    def squared_norms(self, record: Record, slots: frozenset[str], **_: Any) -> Tensor:
-        x, g, settings = self.operands(record)
-        norms, _none, bias_grads = conv_squared_norms(x, g, weight=False, bias="bias" in slots, **settings)
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        record = self._dense.record(node, grads, shapes, owner)
+        record.rule = self
+        if isinstance(self._dense, LinearRule):  # a convolution of one tap over positions
+            record.saved = tuple(t.transpose(1, 2) for t in record.saved)
+            record.output_grad = record.output_grad.transpose(1, 2)
+            record.settings = {"kernel_size": (1,), "stride": (1,), "padding": (0,), "dilation": (1,)}
+        else:
+            record.settings = {k: v for k, v in record.settings.items() if k not in ("transposed", "lifted")}
+        return record
+
+    def select(self, record: Record, entries: Tensor) -> None:
+        """Say which weights are trained: int64 [selected], places in the flattened weight [out, in, *kernel]."""
+        record.settings["entries"] = entries
+
+    def squared_norms(self, record: Record, operands: frozenset[str]) -> Tensor:
+        x, g, settings = self.convolution(record)
+        norms, _none, bias_grads = conv_squared_norms(x, g, weight=False, bias="bias" in operands, **settings)
         if bias_grads is not None:
             record.per_example["bias"] = bias_grads
-        parts = self._parts(x, g) if "values" in slots else ()
+        parts = self._parts(record) if "weight" in operands else ()
         for part in parts:
             grads = sparse_gradients(x, g, part, **settings)
             norms = norms + row_squared_norms(grads)
         if len(parts) == 1:
-            record.per_example["values"] = grads
+            record.per_example["weight"] = grads
         if len(parts) <= 1:
             record.saved, record.output_grad = (), g.new_empty(g.size(0), 0)
         return norms
 
-    def clipped_sums(self, record: Record, weights: Tensor, slots: frozenset[str]) -> dict[str, Tensor]:
-        sums = {slot: weighted_row_sum(grads, weights) for slot, grads in record.per_example.items()}
-        left = slots - sums.keys()
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        sums = {operand: weighted_row_sum(grads, weights) for operand, grads in record.per_example.items()}
+        left = operands - sums.keys()
         if left:
-            x, g, settings = self.operands(record)
+            x, g, settings = self.convolution(record)
             if "bias" in left:
                 sums["bias"] = conv_clipped_sums(x, g, weights, weight=False, **settings)[1]
-            if "values" in left:
-                each = (sparse_gradients(x, g, part, **settings) for part in self._parts(x, g))
-                sums["values"] = torch.cat([weighted_row_sum(grads, weights) for grads in each])
+            if "weight" in left:
+                each = (sparse_gradients(x, g, part, **settings) for part in self._parts(record))
+                sums["weight"] = torch.cat([weighted_row_sum(grads, weights) for grads in each])
         return sums
 
-    def _parts(self, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        if operand in record.per_example:
+            return record.per_example[operand]
+        x, g, settings = self.convolution(record)
+        if operand == "bias":
+            return g.flatten(2).sum(2, dtype=torch.float64)
+        return sparse_gradients(x, g, record.settings["entries"], **settings)
+
+    def convolution(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Input and output gradient of the convolution, [batch, channels, *map], and its settings as keywords."""
+        return record.saved[0], record.output_grad, {k: v for k, v in record.settings.items() if k != "entries"}
+
+    def _parts(self, record: Record) -> tuple[Tensor, ...]:
         """The selected entries, as many at a time as an example's gradients of them may take memory."""
-        assert isinstance(self.module, _Sparse)
+        x, g = record.saved[0], record.output_grad
         most = max(_SMALL, _TIMES_OPERANDS * (x[:1].numel() + g[:1].numel()))
-        return self.module.index.split(most)
-
-
-class SparseConvLayer(_SelectedWeights, ConvLayer):
-    """SparseConv2d, captured as the convolution that it is."""
-
-    module_types = (SparseConv2d,)
-
-    def operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        (x,) = record.saved
-        settings = self._geometry()._asdict()
-        del settings["transposed"]
-        return x, record.output_grad, settings
-
-
-class SparseLinearLayer(_SelectedWeights, LinearLayer):
-    """SparseLinear: a convolution of one tap over positions."""
-
-    module_types = (SparseLinear,)
-
-    def run(self, weight: Tensor | None, bias: Tensor | None, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert weight is not None
-        return F.linear(inputs[0], weight, bias), inputs
-
-    def operands(self, record: Record) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        x, g = (rows.transpose(1, 2) for rows in rows_of(record))
-        one = {"kernel_size": (1,), "stride": (1,), "padding": (0,), "dilation": (1,)}
-        return x, g, one
+        return record.settings["entries"].split(most)

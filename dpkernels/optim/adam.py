@@ -24,7 +24,7 @@ class DPAdam(PrivateOptimizer):
         params: parameter groups of ``model``; by default one group of all its parameters, which
             trains frozen ones once they are unfrozen.
         privacy: the keywords of :class:`dpkernels.optim.Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger,
-            seed, memory, loss_reduction.
+            seed, loss_reduction.
 
     Raises:
         UnsupportedModelError, ValueError, TypeError: see :class:`dpkernels.GhostClipper` and

@@ -20,7 +20,7 @@ class Privacy:
         max_grad_norm: the bound C on an example's gradient norm over all parameters together.
         ledger: where spent steps are recorded; by default one in memory, bound to the plan's budget.
         seed: makes the noise reproducible, for tests. The run is then not private, and says so.
-        memory, loss_reduction: as for :class:`dpkernels.GhostClipper`.
+        loss_reduction: as for :class:`dpkernels.GhostClipper`.
     """
 
     plan: Plan | None = None
@@ -29,7 +29,6 @@ class Privacy:
     batch_size: int | None = None
     ledger: Ledger | None = None
     seed: int | None = None
-    memory: Literal["keep", "lean"] = "keep"
     loss_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:

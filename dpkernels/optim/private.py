@@ -65,7 +65,7 @@ class PrivateOptimizer(Optimizer):
         self._rates: list[Any] = []  # learning rates at the last physical batch
         assert privacy.max_grad_norm is not None
         self._clipper = GhostClipper(  # what fails above leaves the model as it was
-            model, privacy.max_grad_norm, memory=privacy.memory, loss_reduction=privacy.loss_reduction
+            model, privacy.max_grad_norm, loss_reduction=privacy.loss_reduction
         )
         try:
             self._require_ready()

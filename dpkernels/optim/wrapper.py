@@ -22,7 +22,7 @@ class DPOptimizer(PrivateOptimizer):
         model: the module whose parameters ``optimizer`` updates.
         optimizer: any torch optimizer without closure; it is used, not copied.
         plan: the privacy plan; or noise_multiplier and batch_size as keywords.
-        privacy: the keywords of :class:`Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger, seed, memory,
+        privacy: the keywords of :class:`Privacy`: max_grad_norm, noise_multiplier, batch_size, ledger, seed,
             loss_reduction.
 
     Raises:

@@ -26,8 +26,8 @@ from dpkernels.accounting import Plan
 from dpkernels.audit import TwoWorldsReport, two_worlds_bound
 from dpkernels.clipping import ClippedSum, GhostClipper
 from dpkernels.clipping import engine as clipping_engine
+from dpkernels.clipping.passes import Pass
 from dpkernels.data import PoissonLoader
-from dpkernels.layers import Record
 from dpkernels.layers import linear as linear_layer
 from dpkernels.optim import DPSGD, PrivateOptimizer
 from dpkernels.random import Key
@@ -358,14 +358,16 @@ def _with_norm_of_one_layer(patch: pytest.MonkeyPatch) -> None:
 
 def _with_clipped_layers(patch: pytest.MonkeyPatch) -> None:
     """Each layer's gradient is clipped to C on its own."""
-    right = GhostClipper._add
+    right = Pass.clipped_sums
 
-    def add(self: GhostClipper, record: Record) -> None:
-        squared = record.rule.squared_norms(record, frozenset(record.slots))
-        self._batch.weights, _ = clipping_engine.clip_factors([squared], max_grad_norm=self.max_grad_norm)
-        right(self, record)
+    def sums(self: Pass, factors: Tensor) -> dict[int, Tensor]:
+        layers, total = list(self._own), {}
+        for layer in layers:
+            self._own = [layer]
+            total |= right(self, clipping_engine.clip_factors([layer[2]], max_grad_norm=C)[0])
+        return total
 
-    patch.setattr(GhostClipper, "_add", add)
+    patch.setattr(Pass, "clipped_sums", sums)
 
 
 def _with_rounded_norms(patch: pytest.MonkeyPatch) -> None:

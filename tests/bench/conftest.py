@@ -7,8 +7,8 @@ import pytest
 from dpkernels.bench import worker
 from dpkernels.bench.worker import Task, WorkerError
 
-RATIOS = {"dpkernels": 1.25, "dpkernels-lean": 2.0, "vmap": 5.0}
-MEMORY = {"ordinary": 40.0, "dpkernels": 60.0, "dpkernels-lean": 30.0, "vmap": 200.0}
+RATIOS = {"dpkernels": 1.25, "vmap": 5.0}
+MEMORY = {"ordinary": 40.0, "dpkernels": 60.0, "vmap": 200.0}
 
 
 def figures(task: Task) -> dict[str, float]:

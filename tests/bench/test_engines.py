@@ -30,12 +30,12 @@ def test_private_engines_agree_but_for_their_noise(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engines, "LR", 100.0)  # moves that the parameters' rounding does not blur
     ours = moved("dpkernels")
     assert 0 < ours.norm() <= engines.LR * engines.BOUND * 1.001
-    for engine in ("dpkernels-lean", "vmap"):
+    for engine in ("vmap",):
         torch.testing.assert_close(moved(engine), ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
     assert moved("ordinary").norm() > 2 * ours.norm()  # nothing is clipped there
 
 
-@pytest.mark.parametrize("engine", ["dpkernels", "dpkernels-lean", "vmap"])
+@pytest.mark.parametrize("engine", ["dpkernels", "vmap"])
 def test_private_engines_add_noise(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "SIGMA", 1000.0)
     expected = engines.LR * 1000.0 * engines.BOUND / 5
@@ -43,7 +43,7 @@ def test_private_engines_add_noise(engine: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_missing_peers_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ["dpkernels", "dpkernels-lean", "vmap"]
+    ours = ["dpkernels", "vmap"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert engines.installed() == ours
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

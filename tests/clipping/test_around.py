@@ -58,8 +58,6 @@ def test_input_gradients_that_also_reach_the_parameters_name_the_way_out() -> No
     with GhostClipper(model, 0.5) as clipper:
         with pytest.raises(RuntimeError, match=r"input alone, call torch\.autograd\.grad"):
             model(x).sum().backward()
-        with pytest.raises(RuntimeError, match=r"create_graph=True, as a gradient penalty does"):
-            torch.autograd.grad(model(x).sum(), x, create_graph=True)
         assert all(p.grad is None for p in model.parameters())
         model(x).sum(1).mean().backward()
         assert clipper.take().batch_size == BATCH
@@ -101,7 +99,7 @@ def test_two_clippers_under_one_loss_are_refused() -> None:
     model, x, y = mlp(), torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
     with GhostClipper(model[0], 0.5), GhostClipper(model[2], 0.5) as upper:
         for backward in (upper.backward, lambda losses: losses.mean().backward()):
-            with pytest.raises(RuntimeError, match="another private optimizer"):
+            with pytest.raises(RuntimeError, match="private optimizer"):
                 backward(cross_entropy(model, x, y))
 
 

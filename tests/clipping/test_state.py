@@ -171,6 +171,22 @@ def test_what_begins_later_is_found_at_a_later_check() -> None:
             step(clipper, model)
 
 
+def test_a_buffer_that_is_written_later_is_found_at_the_next_step() -> None:
+    calls: list[int] = []
+
+    def late(module: Any, mean: Tensor) -> None:
+        calls.append(1)
+        if len(calls) > 21:
+            module.mean.add_(mean)
+
+    model = Parent(late)
+    with GhostClipper(model, 1.0) as clipper:
+        for _ in range(22):
+            step(clipper, model)
+        with pytest.raises(RuntimeError, match="buffer 'mean' of module 'part'"):
+            step(clipper, model)
+
+
 def test_what_others_change_between_the_steps_is_theirs() -> None:
     """An optimizer's step, a loaded state, a schedule in a buffer, a cache of what depends on no data."""
 

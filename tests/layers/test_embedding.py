@@ -125,9 +125,3 @@ def test_what_mixes_examples_is_refused(kind: type[nn.Module], options: dict[str
 def test_max_bag_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"mode 'max' is not supported\. Use mode 'sum' or 'mean'"):
         GhostClipper(nn.Sequential(nn.EmbeddingBag(ROWS, DIM, mode="max")), 1.0)
-
-
-def test_bags_by_offsets_are_refused() -> None:
-    model = nn.EmbeddingBag(ROWS, DIM)
-    with GhostClipper(model, 1.0), pytest.raises(ValueError, match=r"must be \[batch, positions\] without offsets"):
-        model(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))

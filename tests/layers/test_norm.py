@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpkernels.clipping import GhostClipper, UnsupportedModelError
-from dpkernels.layers.norm import GroupNormLayer
 from tests.clipping.oracle import assert_equals_the_loop, cross_entropy, deviation, one_example_loop
 from tests.configurations import CLASSES, NORM, Framed
 
@@ -24,8 +23,8 @@ def batch(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[t
 def test_equals_the_one_example_loop(name: str, dtype: torch.dtype) -> None:
     model = Framed(NORM[name]).to(dtype)
     x, y = batch(model.shape, dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    assert_equals_the_loop(model, x, y, tolerance, same_bits="instance" not in name)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10  # norms are rounded up by what cancels: 4e-11 at most here
+    assert_equals_the_loop(model, x, y, tolerance, empty="instance" not in name)
 
 
 @pytest.mark.parametrize("name", ["group", "instance 2-D", "layer", "batch 2-D"])
@@ -68,7 +67,7 @@ def test_under_checkpointing_and_channels_last() -> None:
         assert deviation(clipper.backward(losses).grads, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", NORM)
+@pytest.mark.parametrize("name", [name for name in NORM if "instance" not in name])
 def test_empty_batch(name: str) -> None:
     model = Framed(NORM[name])
     x, y = batch(model.shape)
@@ -90,18 +89,6 @@ def test_autocast_keeps_the_dtype(name: str) -> None:
             assert model.layer(model.before(x)).dtype == plain.dtype
             result = clipper.backward(cross_entropy(model, x, y).float())
     assert deviation(result.grads, expected) < 0.15
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_the_record_keeps_the_small_gradients_alone(needs_grad: bool) -> None:
-    layer, records = GroupNormLayer(nn.GroupNorm(2, 4), "norm"), []
-    y = layer.call(lambda ctx, record: records.append(record), None, torch.randn(5, 4, 6, requires_grad=needs_grad))
-    y.sum().backward()
-    (record,) = records
-    layer.squared_norms(record, frozenset(record.slots))
-    assert not record.saved
-    assert record.output_grad.numel() == 0
-    assert {slot: tuple(g.shape) for slot, g in record.per_example.items()} == {"weight": (5, 4), "bias": (5, 4)}
 
 
 @pytest.mark.parametrize(
@@ -130,21 +117,9 @@ def test_frozen_instance_norm_in_eval_mode_is_fine() -> None:
 
 
 def test_back_in_training_mode_is_refused_too() -> None:
-    model = Framed(NORM["batch 2-D"])
-    with GhostClipper(model, 1.0):
+    model, y = Framed(NORM["batch 2-D"]), torch.randint(0, CLASSES, (BATCH,))
+    with GhostClipper(model, 1.0) as clipper:
+        clipper.backward(cross_entropy(model, batch(model.shape)[0], y))
         model.train()
-        with pytest.raises(RuntimeError, match="layer: batch norm in training mode"):
-            model(batch(model.shape)[0])
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape", "words"),
-    [
-        (nn.LayerNorm((2, 5)), (2, 5), r"must have the batch before its normalized shape \(2, 5\)"),
-        (nn.InstanceNorm1d(4, affine=True), (4, 6), "must be 3-D, batch first, got 2-D"),
-        (nn.InstanceNorm1d(4, affine=True), (2, 4, 1), "must have several values to normalize"),
-    ],
-)
-def test_input_without_a_batch_is_refused(layer: nn.Module, shape: tuple[int, ...], words: str) -> None:
-    with GhostClipper(nn.Sequential(layer), 1.0) as clipper, pytest.raises(ValueError, match=words):
-        clipper.model(torch.randn(shape))
+        with pytest.raises(RuntimeError, match="Batch normalization|running_mean"):
+            clipper.backward(cross_entropy(model, batch(model.shape)[0], y))

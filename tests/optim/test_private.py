@@ -290,7 +290,7 @@ def test_a_mean_over_the_wrong_number_of_rows_raises() -> None:
     optimizer = DPSGD(net, a_plan(), lr=0.1, max_grad_norm=1.0)
     optimizer.begin_physical_batch(BATCH, True)
     x, y = batch(5)
-    with pytest.raises(RuntimeError, match="must have the batch first, 8 rows"):
+    with pytest.raises(RuntimeError, match="mean over the 8 examples of the batch"):
         losses(net, x, y).mean().backward()
 
 
