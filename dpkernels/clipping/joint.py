@@ -31,12 +31,20 @@ class Part(NamedTuple):
     moves: tuple[Move, ...]
 
 
+def join(parts: list[Part]) -> list[Part]:
+    """The uses of a parameter, as one where that is possible: its norm is of the very numbers that its sum adds."""
+    first = parts[0]
+    same = all(
+        p.record.rule is first.record.rule and p.moves == first.moves and p.operand == first.operand for p in parts
+    )
+    one = first.record.rule.joined([p.record for p in parts], first.operand) if same else None
+    return parts if one is None else [first._replace(record=one)]
+
+
 def squared_norms(parts: list[Part], batch: int) -> Tensor:
     """float64 [batch]: squared norms of the sums over the uses, never below those of what :func:`clipped_sum` adds."""
     if _apart(parts):
         return torch.stack([p.record.rule.squared_norms(p.record, frozenset({p.operand})) for p in parts]).sum(0)
-    if (one := _joined(parts)) is not None:
-        return one.rule.squared_norms(one, frozenset({parts[0].operand}))
     if (pair := _tied(parts)) is not None:
         return _tied_norms(*pair)
     return torch.cat([row_squared_norms(total.reshape(len(total), -1)) for _, total in _totals(parts, batch)])
@@ -44,7 +52,7 @@ def squared_norms(parts: list[Part], batch: int) -> Tensor:
 
 def clipped_sum(parts: list[Part], factors: Tensor) -> Tensor:
     """float64 in the parameter's shape."""
-    if _apart(parts) or _joined(parts) is not None or _tied(parts) is not None:
+    if _apart(parts) or _tied(parts) is not None:
         sums = [
             pull(p.moves, p.record.rule.clipped_sums(p.record, factors, frozenset({p.operand}))[p.operand], 0)
             for p in parts
@@ -58,17 +66,9 @@ def clipped_sum(parts: list[Part], factors: Tensor) -> Tensor:
 
 
 def _apart(parts: list[Part]) -> bool:
-    """Whether the uses are slices of the parameter that share no entry."""
+    """Whether there is one use, or slices of the parameter that share no entry."""
     first = [p.moves[0] if p.moves else None for p in parts]
     return all(isinstance(a, Sliced) and b is not None and a.apart(b) for a, b in combinations(first, 2))
-
-
-def _joined(parts: list[Part]) -> Record | None:
-    first = parts[0]
-    same = all(
-        p.record.rule is first.record.rule and p.moves == first.moves and p.operand == first.operand for p in parts
-    )
-    return first.record.rule.joined([p.record for p in parts], first.operand) if same else None
 
 
 def _tied(parts: list[Part]) -> tuple[Record, Record] | None:
@@ -98,7 +98,7 @@ def _tied_norms(linear: Record, embedding: Record) -> Tensor:
     eps = torch.finfo(torch.float32 if g.dtype != torch.float64 else torch.float64).eps
     alone = linear.rule.squared_norms(linear, frozenset({"weight"}))
     alone = alone + embedding.rule.squared_norms(embedding, frozenset({"weight"}))
-    return (alone + 2 * cross).clamp_min(0) + (2 * (min(g.size(1), 64) + 3) * eps + 1e-12) * size
+    return (alone + 2 * cross).clamp_min(0) + (2 * (min(g.size(1), 128) + 3) * eps + 1e-12) * size
 
 
 def _totals(parts: list[Part], batch: int) -> Iterator[tuple[int, Tensor]]:

@@ -173,6 +173,8 @@ class Pass:
 
     def squared_norms(self) -> list[Tensor]:
         """Of every group of parameters, [batch] each."""
+        for parameter, parts in self._shared.items():
+            self._shared[parameter] = joint.join(parts)
         return [squared for _, _, squared in self._own] + [
             joint.squared_norms(parts, self.batch) for parts in self._shared.values()
         ]

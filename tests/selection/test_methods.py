@@ -108,7 +108,8 @@ def test_near_private_leaves_what_no_private_example_is_near_to() -> None:
     assert len(chosen.unique()) == 60
     assert (chosen % 4 < 2).double().mean() > 0.9
     assert [entry.event for entry in ledger.entries()] == [Gaussian(4.0), PureEpsilon(1.0)] == list(how.events)
-    assert ledger.epsilon(1e-5) == dpk.accounting.bound(how.events, 1e-5).upper
+    alone = dpk.accounting.bound(how.events, 1e-5).upper  # of delta, the ledger keeps a share for noise that is not ideal
+    assert alone <= ledger.epsilon(1e-5) <= alone * (1 + 1e-6)
     with pytest.raises(BudgetExceededError):
         NearPrivate(200, PCARelease(1.5, 0.01), SupportRelease(1.0), 4).select(public, private, 60, ledger=ledger)
     assert len(ledger.entries()) == 2
