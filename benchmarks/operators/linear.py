@@ -1,4 +1,4 @@
-"""The linear layers of the baseline models, and one on a sequence."""
+"""The linear layers of the baseline models, and some on sequences: of transformers, and a few positions."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,20 @@ from torch import nn
 from benchmarks.entry import Entry, size
 from benchmarks.models import layers
 
+#: batch, positions, out_features, in_features
+SEQUENCES = [
+    (32, 128, 512, 256),
+    (8, 128, 1024, 256),
+    (16, 197, 768, 192),
+    (4, 64, 3072, 768),
+    (64, 16, 64, 64),
+    (2, 1024, 64, 64),
+]
+
 
 def entries() -> Iterator[Entry]:
     shapes = [(seen.label, seen.input_shape[0], 1, *seen.module.weight.shape) for seen in layers(nn.Linear)]
-    shapes.append(("sequence", 32, 128, 512, 256))
+    shapes += [("sequence", *shape) for shape in SEQUENCES]
     for label, batch, positions, d, p in shapes:
         case = f"{label}: [{batch}, {positions}] {p} -> {d}"
         a, g = torch.randn(batch, positions, p), torch.randn(batch, positions, d)

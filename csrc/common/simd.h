@@ -39,6 +39,18 @@ struct CacheAligned {
 template <typename T>
 using Buffer = std::vector<T, CacheAligned<T>>;
 
+// n values on whole cache lines, whatever they hold: small layers are bound by clearing buffers.
+template <typename T>
+struct FreeLines {
+  void operator()(T* p) const { CacheAligned<T>().deallocate(p, 0); }
+};
+template <typename T>
+using Uncleared = std::unique_ptr<T[], FreeLines<T>>;
+template <typename T>
+static inline Uncleared<T> uncleared(int64_t n) {
+  return Uncleared<T>(CacheAligned<T>().allocate(n));
+}
+
 // Before a loop over an array of vectors, of a length that is known: so that they live in registers.
 #undef DPK_UNROLL
 #define DPK_UNROLL _Pragma("GCC unroll 16")

@@ -49,7 +49,7 @@ struct LinearForwardParams {
 template <typename T>
 void linear_forward_cpu(const LinearForwardParams<T>& params, int64_t begin, int64_t end);
 
-// Squared gradient norms of the examples begin <= b < end, rounded upward.
+// Squared gradient norms of the examples begin <= b < end: never below that of what the sums add.
 template <typename T>
 void linear_squared_norms_cpu(const LinearNormParams<T>& params, int64_t begin, int64_t end);
 

@@ -35,7 +35,7 @@ def linear_squared_norms(
         weight, bias: which parameters count.
 
     Returns:
-        float64 [batch], rounded upward: never below the norm of the exact gradient.
+        float64 [batch]: never below the squared norm of what :func:`linear_clipped_sums` adds for the example.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit.

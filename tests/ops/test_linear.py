@@ -9,7 +9,19 @@ from dpkernels.ops.clip import clip_factors
 from dpkernels.ops.linear import linear_clipped_sums, linear_forward, linear_squared_norms
 from dpkernels.reference import linear as reference
 
-SHAPES = [(0, 1, 3, 2), (1, 1, 1, 1), (5, 1, 31, 33), (4, 0, 3, 2), (3, 7, 129, 10), (2, 33, 5, 70), (3, 40, 64, 65)]
+SHAPES = [
+    (0, 1, 3, 2),
+    (1, 1, 1, 1),
+    (5, 1, 31, 33),
+    (4, 0, 3, 2),
+    (3, 7, 129, 10),
+    (2, 33, 5, 70),
+    (3, 40, 64, 65),
+    (2, 129, 1, 3),
+    (2, 300, 50, 1),
+    (3, 150, 200, 100),
+]
+UNIT = 2.0**-24  # of float32
 
 
 def example(batch: int, positions: int, p: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -20,16 +32,35 @@ def example(batch: int, positions: int, p: int, d: int, dtype: torch.dtype) -> t
     )
 
 
-def assert_upward(norms: torch.Tensor, expected: torch.Tensor, a: torch.Tensor, g: torch.Tensor) -> None:
-    """At least the true squared norm, above it by at most a Gram form's rounding, c u S^2, and (2^-22 k S)^2 for sums
-    of k terms, with S = sum_t ||a_t|| ||g_t||."""
-    magnitude = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
-    unit = torch.finfo(torch.float64 if a.dtype == torch.float64 else torch.float32).eps / 2
-    slack = unit * (sum(a.shape[1:]) + g.shape[2] + 8) * magnitude.square()
-    if a.size(1) > 1:
-        slack += ((a.size(1) + 2) * 2**-22 * magnitude).square()
-    assert (norms >= expected * (1 - 1e-12)).all()
-    assert (norms <= expected * (1 + 1e-12) + slack).all()
+def in_float(a: torch.Tensor) -> bool:
+    """Whether an example's positions are added up in float32."""
+    return a.dtype != torch.float64 and a.size(1) >= 7
+
+
+def magnitudes(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """S = sum_t ||a_t|| ||g_t|| of each example."""
+    return (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
+
+
+def assert_right(norms: torch.Tensor, expected: torch.Tensor, a: torch.Tensor, g: torch.Tensor) -> None:
+    """Squared norms. Before they are squared, sums of up to 128 positions in float32 may differ from those of the exact
+    gradient by u (128 + 3) S; above them by at most a Gram form's rounding, c u S^2, and (2^-22 k S)^2 for sums of k
+    terms in float64."""
+    unit = torch.finfo(torch.float64).eps / 2 if a.dtype == torch.float64 else UNIT
+    off = UNIT * (min(a.size(1), 128) + 3) * magnitudes(a, g) if in_float(a) else 0
+    slack = unit * (sum(a.shape[1:]) + g.shape[2] + 8) * magnitudes(a, g).square()
+    if a.size(1) > 1 and not in_float(a):
+        slack += ((a.size(1) + 2) * 2**-22 * magnitudes(a, g)).square()
+    assert (norms.sqrt() >= expected.sqrt() * (1 - 1e-12) - off).all()
+    assert (norms <= (expected.sqrt() * (1 + 1e-12) + off).square() + 1.05 * slack).all()
+
+
+def assert_clipped(a: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, **which: bool) -> None:
+    """No example adds more than its norm."""
+    for b in range(a.size(0)):
+        row = torch.eye(a.size(0), dtype=torch.float64)[b]
+        added = math.hypot(*(float(t.norm()) for t in linear_clipped_sums(a, g, row, **which)))
+        assert added <= float(norms[b].sqrt()) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,13 +71,16 @@ def test_matches_reference(isa: str, shape: tuple[int, ...], dtype: torch.dtype,
     weight, bias = which
     expected = reference.linear_squared_norms(a.double(), g.double(), weight=weight, bias=bias)
     norms = linear_squared_norms(a, g, weight=weight, bias=bias)
-    assert_upward(norms, expected, a, g)
-    for got, want in zip(
-        linear_clipped_sums(a, g, w, weight=weight, bias=bias),
-        reference.linear_clipped_sums(a.double(), g.double(), w, weight=weight, bias=bias),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert_right(norms, expected, a, g)
+    assert_clipped(a, g, norms, weight=weight, bias=bias)
+    sums = linear_clipped_sums(a, g, w, weight=weight, bias=bias)
+    wanted = reference.linear_clipped_sums(a.double(), g.double(), w, weight=weight, bias=bias)
+    rounding = reference.linear_clipped_sums(a.double().abs(), g.double().abs(), w, weight=weight, bias=bias)[0]
+    rounding *= UNIT * (min(a.size(1), 128) + 3) if in_float(a) else 0
+    for got, want, error in zip(sums, wanted, (rounding, 0), strict=True):
+        assert got.dtype == torch.float64
+        assert got.shape == want.shape
+        assert ((got - want).abs() <= error + 1e-11).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2), (1, 1, 1), (5, 31, 33), (33, 1030, 4), (9, 2100, 10), (4, 7, 0)])
@@ -63,11 +97,81 @@ def test_forward_matches_reference(isa: str, shape: tuple[int, ...], dtype: torc
     torch.testing.assert_close(squared, expected_squared, rtol=1e-13, atol=0)
 
 
-def test_large_task_grid_and_depth(isa: str) -> None:
-    a, g, w = example(150, 3, 200, 70, torch.float32)
+def test_many_examples_and_blocks(isa: str) -> None:
+    a, g, w = example(150, 3, 400, 210, torch.float32)
     expected = reference.linear_clipped_sums(a.double(), g.double(), w)
     for got, want in zip(linear_clipped_sums(a, g, w), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-11)
+
+
+def extreme(positions: int, p: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples of wild scales: large positions that cancel but for a rest, rows of zeros, rows of their own scale each,
+    values whose products leave the range of float32 on either side."""
+    a, g = torch.randn(6, positions, p), torch.randn(6, positions, d)
+    a[1, 1::2], g[1, 1::2] = a[1, : positions // 2 * 2 : 2], -g[1, : positions // 2 * 2 : 2] * (1 + 2.0**-20)
+    a[1] *= 1e8
+    a[2, ::2], g[3, 1::3] = 0, 0
+    a[2] *= 10 ** (torch.rand(positions, 1) * 60 - 30)
+    g[3] *= 10 ** (torch.rand(positions, 1) * 60 - 30)
+    a[4, :, ::3] *= 1e25
+    g[4, :, ::2] *= 1e20
+    a[5] *= 1e-22
+    g[5] *= 1e-19
+    return a, g
+
+
+@pytest.mark.parametrize("positions", [1, 2, 6, 7, 9, 31, 127, 128, 129, 260])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (70, 2), (33, 17), (260, 120)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_example_adds_more_than_its_norm(
+    isa: str, positions: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    a, g = (x.to(dtype) for x in extreme(positions, *sizes))
+    norms = linear_squared_norms(a, g, bias=False)
+    assert norms.isfinite().all()
+    assert_clipped(a, g, norms, bias=False)
+    exact = reference.linear_squared_norms(a.double(), g.double(), bias=False)
+    off = (UNIT * 131 if in_float(a) else 2**-22 * (positions + 2)) * magnitudes(a, g)
+    assert ((norms.sqrt() - exact.sqrt()).abs() <= 0.02 * exact.sqrt() + off + 1e-36).all()
+    for b in range(len(a)):
+        assert contribution(a, g, 1e-3, b, bias=False) <= 1e-3 * (1 + 1e-6)
+
+
+def test_roundings_in_one_direction_count(isa: str) -> None:
+    """Every position but the first is a little more than half of the sum's last bit, and rounds up to a whole one."""
+    a, g = torch.ones(1, 128, 144), torch.full((1, 128, 144), 2.0**-24 * (1 + 2.0**-10))
+    g[:, 0] = 1
+    norms = linear_squared_norms(a, g, bias=False)
+    exact = reference.linear_squared_norms(a.double(), g.double(), bias=False)
+    added = linear_clipped_sums(a, g, torch.ones(1, dtype=torch.float64), bias=False)[0].norm()
+    assert added >= exact.sqrt() * (1 + 120 * UNIT)
+    assert_clipped(a, g, norms, bias=False)
+
+
+def test_sums_beyond_the_range_of_float32_are_right_and_leave_others_as_they_are(isa: str) -> None:
+    a, g = torch.randn(5, 140, 40), torch.randn(5, 140, 30)
+    a[2, :, 1:] = 0
+    a[2, :, 0] *= 1e28
+    g[2] *= 1e26
+    norms = linear_squared_norms(a, g, bias=False)
+    torch.testing.assert_close(
+        norms, reference.linear_squared_norms(a.double(), g.double(), bias=False), rtol=1e-2, atol=0
+    )
+    ones = torch.ones(5, dtype=torch.float64)
+    sums = linear_clipped_sums(a, g, ones)[0]
+    others = linear_clipped_sums(a, g, ones * (torch.arange(5) != 2))[0]
+    assert torch.equal(sums[:, 1:], others[:, 1:])
+    want = reference.linear_clipped_sums(a.double(), g.double(), ones)[0]
+    torch.testing.assert_close(sums[:, 0], want[:, 0], rtol=1e-13, atol=1e-13 * float(want.abs().max()))
+
+
+def test_values_whose_squares_leave_the_range_of_float32_count(isa: str) -> None:
+    """Dots of a Gram form overflow and vanish where the gradient does neither."""
+    for scale in (1e25, 1e-25):
+        a, g = torch.randn(2, 20, 64) * scale, torch.randn(2, 20, 64) / scale
+        expected = reference.linear_squared_norms(a.double(), g.double(), bias=False)
+        torch.testing.assert_close(linear_squared_norms(a, g, bias=False), expected, rtol=1e-2, atol=0)
+    assert not linear_squared_norms(torch.randn(2, 20, 64), torch.zeros(2, 20, 64)).any()
 
 
 def test_scales_neither_overflow_nor_vanish(isa: str) -> None:
@@ -124,17 +228,28 @@ def test_what_vanishes_below_the_range_counts(isa: str, flush: bool) -> None:
         torch.set_flush_denormal(False)
 
 
-def test_weight_zero_skips_whatever_the_values() -> None:
-    a, g, w = example(3, 2, 5, 4, torch.float32)
-    a[1], g[1], w[1] = torch.nan, torch.inf, 0
-    for got, want in zip(
-        linear_clipped_sums(a, g, w), linear_clipped_sums(a[[0, 2]], g[[0, 2]], w[[0, 2]]), strict=True
-    ):
-        assert torch.equal(got, want)
+@pytest.mark.parametrize("positions", [1, 2, 40, 200])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_non_finite_example_is_dropped(isa: str, positions: int, wrong: float) -> None:
+    """One such value makes the norm infinite or NaN; an example of weight 0 is skipped, whatever it holds."""
+    a, g, _ = example(3, positions, 30, 20, torch.float32)
+    for x in (a, g):
+        whole = x[1].clone()
+        x[1, positions // 2, 3] = wrong
+        norms = linear_squared_norms(a, g)
+        weights, _ = clip_factors([norms], max_grad_norm=1.0)
+        assert norms.isfinite().tolist() == [True, False, True]
+        assert (weights > 0).tolist() == [True, False, True]
+        for got, want in zip(
+            linear_clipped_sums(a, g, weights), linear_clipped_sums(a[::2], g[::2], weights[::2]), strict=True
+        ):
+            assert torch.equal(got, want)
+        x[1] = whole
 
 
-def test_same_bits_for_any_number_of_threads() -> None:
-    a, g, w = example(64, 5, 300, 130, torch.float32)
+@pytest.mark.parametrize("shape", [(64, 5, 300, 130), (3, 300, 50, 60), (5, 33, 300, 130), (40, 1, 40, 700)])
+def test_same_bits_for_any_number_of_threads(isa: str, shape: tuple[int, ...]) -> None:
+    a, g, w = example(*shape, torch.float32)
     before = torch.get_num_threads()
     results = []
     for threads in (1, 2, 5):
@@ -143,7 +258,7 @@ def test_same_bits_for_any_number_of_threads() -> None:
             (
                 linear_squared_norms(a, g),
                 *linear_clipped_sums(a, g, w),
-                *linear_forward(a[:, 0], g[0, 0, :, None].expand(-1, 300), None),
+                *linear_forward(a[:, 0], g[0, 0, :, None].expand(-1, a.size(2)), None),
             )
         )
     torch.set_num_threads(before)
@@ -151,12 +266,27 @@ def test_same_bits_for_any_number_of_threads() -> None:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
-def test_non_contiguous_inputs() -> None:
-    a, g, w = example(4, 3, 6, 5, torch.float32)
+@pytest.mark.parametrize("shape", [(9, 3, 20, 10), (9, 40, 20, 10), (4, 300, 20, 10), (4, 20, 260, 130)])
+def test_what_an_example_adds_depends_on_no_other(isa: str, shape: tuple[int, ...]) -> None:
+    a, g, w = example(*shape, torch.float32)
+    norms, sums = linear_squared_norms(a, g), linear_clipped_sums(a, g, w)
+    alone = [linear_clipped_sums(a[b : b + 1], g[b : b + 1], w[b : b + 1]) for b in range(len(a))]
+    for got, parts in zip(sums, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(got, sum(parts), rtol=1e-13, atol=1e-13)
+    assert torch.equal(norms, torch.cat([linear_squared_norms(a[b : b + 1], g[b : b + 1]) for b in range(len(a))]))
+
+
+@pytest.mark.parametrize("positions", [3, 40])
+def test_non_contiguous_inputs(positions: int) -> None:
+    a, g, w = example(4, positions, 6, 5, torch.float32)
     strided = a.transpose(0, 1).contiguous().transpose(0, 1)
-    expanded = g[:, :1].expand(-1, 3, -1)
-    assert torch.equal(linear_squared_norms(strided, g), linear_squared_norms(a, g))
-    assert torch.equal(linear_clipped_sums(a, expanded, w)[0], linear_clipped_sums(a, expanded.contiguous(), w)[0])
+    features_first = a.mT.contiguous().mT
+    merged = a.reshape(4 * positions, 6).unflatten(0, (4, positions))
+    expanded = g[:, :1].expand(-1, positions, -1)  # stride 0, as under a mean over positions
+    for other in (strided, features_first, merged):
+        assert torch.equal(linear_squared_norms(other, g), linear_squared_norms(a, g))
+        assert torch.equal(linear_clipped_sums(other, expanded, w)[0], linear_clipped_sums(a, expanded.clone(), w)[0])
+    assert torch.equal(linear_squared_norms(a, expanded), linear_squared_norms(a, expanded.clone()))
 
 
 def test_opcheck() -> None:
