@@ -7,6 +7,7 @@ computed while both are hot. Pass 2 needs no autograd: from the records every us
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from dpkernels.clipping import loss, rounding
 from dpkernels.clipping.graph import Graph, Meetings, Operand, Plan, UncapturedError, Use, leaf_of, make_plan, read
 from dpkernels.clipping.passes import Pass
-from dpkernels.clipping.patch import patch, unpatch
+from dpkernels.clipping.patch import patch
 from dpkernels.clipping.proof import Root, assume_usual, prove
 from dpkernels.clipping.state import StateWatch
 from dpkernels.clipping.survey import survey
@@ -55,8 +55,9 @@ class GhostClipper:
     """Clips per-example gradients of ``model`` to L2 norm ``max_grad_norm`` over all its trainable parameters.
 
     Use ``result = clipper.backward(losses)`` with one loss per example, or an ordinary ``loss.backward()`` followed by
-    ``result = clipper.take()``. Parameters are found in autograd's graph, whatever calls them; of the model only the
-    forward of linear layers with few outputs and many inputs is replaced, by a faster one, until :meth:`detach`.
+    ``result = clipper.take()``. Parameters are found in autograd's graph, whatever calls them. Until :meth:`detach` two
+    forwards are replaced: that of linear layers with few outputs and many inputs by a faster one, and the model's own by
+    one that notes the number of examples beside calling it.
 
     Args:
         model: any module. Operations without a rule of their own are handled exactly, but slowly.
@@ -93,11 +94,9 @@ class GhostClipper:
         self._result: ClippedSum | None = None  # of an ordinary backward
         self._losses = loss.Memory.empty()
         self._state = StateWatch(model)
-        self._patched = [module for module in model.modules() if is_skinny(module)]
-        for module in self._patched:
-            patch(module, forward_of(module))  # type: ignore[arg-type]
-        seen = model.register_forward_hook(_remember_rows, with_kwargs=True)
-        self._release = weakref.finalize(self, _release, self._patched, seen)
+        undo = [patch(m, forward_of(m)) for m in model.modules() if isinstance(m, nn.Linear) and is_skinny(m)]
+        undo.append(patch(model, _remembering_rows(model)))
+        self._release = weakref.finalize(self, _release, undo)
         self._release.atexit = False
         loss.listen(self)
 
@@ -354,24 +353,32 @@ class GhostClipper:
                 )
 
 
-def _release(modules: list[nn.Module], hook: RemovableHandle) -> None:
-    hook.remove()
-    for module in modules:
-        unpatch(module)
+def _release(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()
 
 
 _ROWS = "dpkernels: examples of the forward"
 
 
-def _remember_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note in the graph of a model's outputs how many examples its forward was given, which a scalar loss hides."""
-    rows = next((t.size(0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None)
-    leaves = tree_leaves(output)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves) and hasattr(output, "__dict__"):
-        leaves = tree_leaves(vars(output))
-    for leaf in leaves if rows is not None else ():
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            leaf.grad_fn.metadata[_ROWS] = rows
+def _remembering_rows(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward, which notes in the graph of its outputs how many examples it was given."""
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            rows = next((t.size(0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None)
+            leaves = tree_leaves(output)
+            if not any(isinstance(leaf, Tensor) for leaf in leaves) and hasattr(output, "__dict__"):
+                leaves = tree_leaves(vars(output))
+            for leaf in leaves if rows is not None else ():
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.grad_fn.metadata[_ROWS] = rows
+        return output
+
+    return forward
 
 
 def _remembered_rows(graph: Graph) -> int | None:

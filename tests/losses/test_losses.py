@@ -246,7 +246,7 @@ def test_in_a_training_loop() -> None:
 
 
 def test_checkpointing() -> None:
-    model, x, y = sequence(nn.Linear), torch.randn(BATCH, 6, 6), labels()
+    model, x, y = sequence(nn.Linear).double(), torch.randn(BATCH, 6, 6).double(), labels()
     expected, _ = one_example_loop(model, losing_less, x, y, 0.5)
 
     class Checkpointed(nn.Module):
