@@ -17,7 +17,7 @@ from dpkernels.features import NormRelease, PrivateDataNorm, normalization
 from dpkernels.random import Domain
 from dpkernels.selection import PCARelease, SupportRelease, support
 
-FEW, MANY = 100, 3000
+FEW, MANY = 50, 2000
 
 
 class Silent:

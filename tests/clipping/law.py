@@ -187,7 +187,7 @@ class Case:
             train=rng.choice(("all", "all", "weights", "biases")),
             kind=rng.choice((*KINDS, plain, plain, plain)),
             others=others,
-            physical=rng.choice((others + 1, others + 1, max(1, others // 2), 3)),
+            physical=rng.choice((others + 1, others + 1, others // 2 + 1, others // 3 + 1)),
             weights=0.0 if usual else rng.choice((0.0, rng.uniform(-3, 3))),
             inputs=scale,
             outputs=balance / 2 - scale,
