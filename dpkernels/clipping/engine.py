@@ -198,19 +198,19 @@ class GhostClipper:
         keep = bool(options["retain_graph"])
         try:
             trainable = [p for p, (_, q) in self._parameters.items() if q.requires_grad]
-            met = Meetings(graph, trainable, self._constants())
             rows = self.expected_rows if self.expected_rows is not None else _remembered_rows(graph)
-            rows = met.rows if rows is None else rows
             if rows == 0:
                 self._result = self._clip([], 0)
                 return
+            told, met = rows is not None, Meetings(graph, trainable, rows, self._constants())
+            rows = met.rows if rows is None else rows
             seeds = loss.read(roots, rows, self.loss_reduction, met.__contains__, self._losses)
             starts: list[Root] = []
             for seed in seeds:
                 size = seed.gradient.size(seed.axis) if seed.gradient.dim() else 1
                 owner = Ownership(rows, seed.axis, 1, size // rows)
                 starts.append((seed.root, seed.gradient, owner))
-            self._result = self._clip(starts, rows, batch_first=True, keep_graph=keep or bool(others))
+            self._result = self._clip(starts, rows, batch_first=not told, keep_graph=keep or bool(others))
         except RuntimeError as error:
             if not others:
                 raise

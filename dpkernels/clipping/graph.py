@@ -116,7 +116,7 @@ class Operand:
     picked: int | None = None  # the node whose index says which entries of the operand are the parameter's
 
 
-@dataclass
+@dataclass(eq=False)
 class Use:
     """A node where parameters meet the batch."""
 
@@ -129,6 +129,7 @@ class Use:
     terminal: bool = False  # no other use lies below
     owners: list[list[Ownership]] = field(default_factory=list)  # whose each output's rows can be
     settled: bool = False
+    ambiguous: bool = False  # nonzero gradients were seen that fit several owners
 
 
 @dataclass
@@ -361,7 +362,9 @@ class Meetings:
     merges examples and channels.
     """
 
-    def __init__(self, graph: Graph, parameters: Collection[int], constants: frozenset[int]) -> None:
+    def __init__(
+        self, graph: Graph, parameters: Collection[int], rows: int | None, constants: frozenset[int]
+    ) -> None:
         shared: set[int] = set()
         self._met: dict[Any, None] = {}
         for number in _children_first(graph):
@@ -371,9 +374,10 @@ class Meetings:
                 shared |= {number} if id(leaf) in parameters else set()
             elif any(child in shared for child in below):
                 only = all(child < 0 or child in shared for child in below)
-                if only and not _brings_batch(graph, number, kind, None, constants):
+                brings = _brings_batch(graph, number, kind, rows, constants) if only else True
+                if not brings:
                     shared.add(number)
-                else:
+                if brings is not False:
                     self._met[node] = None
             elif kind in _VIEWS and graph.nodes[below[0]] in self._met:
                 self._met[node] = None

@@ -34,6 +34,9 @@ _EXPONENTS_HALF, _HIGHER_HALF = 4, 8
 #: What float16 may lose, relative to a value: it has so small a range that something underflows in most backwards.
 _LAST_PLACES = 2.0**-9
 
+#: How often it is looked, with other weights, where gradients fit several owners.
+_LOOKS = 4
+
 _Pair = tuple[Tensor | None, Tensor | None]  # an output's gradient, and the one of weighted losses
 
 
@@ -45,14 +48,23 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int, 
     Returns:
         The uses of which no dimension belongs to single examples.
     """
+    failed = _look(graph, uses, roots, batch, _LOOKS * look)
+    for again in range(1, _LOOKS):  # examples may share a weight
+        unsure = [use for use in uses if use.ambiguous and use not in failed]
+        if unsure:
+            failed += _look(graph, unsure, roots, batch, _LOOKS * look + again)
+    return failed
+
+
+def _look(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int, seed: int) -> list[Use]:
     half = any(m.dtype == torch.float16 for node in graph.nodes for m in getattr(node, "_input_metadata", ()))
     count, higher = (_EXPONENTS_HALF, _HIGHER_HALF) if half else (_EXPONENTS, _HIGHER)
-    random = torch.Generator().manual_seed(1000 * look + batch)  # the user's stream of random numbers stays as it is
+    random = torch.Generator().manual_seed(1000 * seed + batch)  # the user's stream of random numbers stays as it is
     exponents = torch.randperm(batch, generator=random) % count - count // 2
     signs = torch.randint(0, 2, (batch,), generator=random, dtype=torch.float64) * 2 - 1
     weights = torch.ldexp(signs, exponents)
     seen = _pairs(graph, uses, roots, weights, 0)
-    counted = _finite([*seen, [(g, None) for _, g, _ in roots]], batch)
+    counted = _finite(roots, batch)
     failed = [use for use, pairs in zip(uses, seen, strict=True) if not _narrow(use, [pairs], weights, counted, half)]
     if failed:
         first = [pairs for use, pairs in zip(uses, seen, strict=True) if use in failed]
@@ -88,14 +100,11 @@ def _gradients(roots: Sequence[Root], edges: list[Any], grads: list[Tensor]) -> 
     return torch.autograd.grad([edge for edge, _, _ in roots], edges, grads, retain_graph=True, allow_unused=True)
 
 
-def _finite(seen: Sequence[list[_Pair]], batch: int) -> Tensor:
-    """Which examples have finite gradients, as far as tensors show whose first dimension is as long as the batch. What
-    overflows somewhere is in no sum, and its gradients elsewhere may be anything."""
+def _finite(roots: Sequence[Root], batch: int) -> Tensor:
+    """Which examples start with finite gradients. Others are in no sum, and their gradients may be anything."""
     counted = torch.ones(batch, dtype=torch.bool)
-    for pair in (pair for pairs in seen for pair in pairs):
-        for t in pair:
-            if t is not None and t.dim() and t.size(0) == batch:
-                counted &= t.reshape(batch, -1).isfinite().all(1).cpu()
+    for _, g, owner in roots:
+        counted &= owner.rows(g).isfinite().flatten(1).all(1).cpu()
     return counted
 
 
@@ -103,7 +112,7 @@ def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Te
     """Drop the owners of a use that its gradients contradict in every look; whether every output has one left."""
     batch = len(weights)
     owners = [list(known) for known in use.owners] or [[] for _ in range(use.outputs)]
-    settled = batch > 1 and bool(counted.all())
+    settled, ambiguous = batch > 1 and bool(counted.all()), False
     for output in range(use.outputs):
         pairs = [(g, h) for look in looks for g, h in [look[output]] if g is not None and h is not None]
         if not pairs:
@@ -118,7 +127,8 @@ def _narrow(use: Use, looks: Sequence[list[_Pair]], weights: Tensor, counted: Te
         rows = left[0].rows(g).flatten(1)
         seen = rows.ne(0).any(1).cpu()
         settled &= len(left) == 1 and len(weights[seen].unique()) > 1
-    use.owners, use.settled = owners, settled
+        ambiguous |= len(left) > 1 and bool(seen.any())
+    use.owners, use.settled, use.ambiguous = owners, settled, ambiguous
     return True
 
 

@@ -91,7 +91,7 @@ def follow(
         MixesExamples: an operation mixes examples, or is not known.
     """
     seen: dict[tuple[Any, int], int] = {}
-    todo = [_Edge(node, output, axis)]
+    todo = [_Edge(node, output, axis)] if rows > 1 else []
     while todo:
         edge = todo.pop()
         key, name = edge[:2], operation(edge.node)
