@@ -375,15 +375,21 @@ def _remembering_rows(model: nn.Module) -> Callable[..., Any]:
                 leaves = tree_leaves(vars(output))
             for leaf in leaves if rows is not None else ():
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.grad_fn.metadata[_ROWS] = rows
+                    _metadata(leaf.grad_fn)[_ROWS] = rows
         return output
 
     return forward
 
 
+def _metadata(node: Any) -> dict[Any, Any]:
+    """A dictionary that lives as long as a node; torch's types take the attribute for a method."""
+    found: dict[Any, Any] = node.metadata
+    return found
+
+
 def _remembered_rows(graph: Graph) -> int | None:
     """The number of examples in the forward of the model that a graph came from; None if no such forward is in it."""
-    found = {rows for node in graph.nodes if (rows := node.metadata.get(_ROWS)) is not None}
+    found = {rows for node in graph.nodes if (rows := _metadata(node).get(_ROWS)) is not None}
     if len(found) > 1:
         raise UncapturedError(
             f"the loss depends on forwards of {' and '.join(map(str, sorted(found)))} examples: of a batch every "
@@ -431,7 +437,7 @@ def _require_batch_first(plan: Plan) -> None:
 def _mark(graph: Graph, plan: Plan) -> None:
     """Refuse a graph that was clipped before, and remember that this one is."""
     for use in plan.uses:
-        metadata = graph.nodes[use.node].metadata
+        metadata = _metadata(graph.nodes[use.node])
         if metadata.get("dpkernels"):
             raise RuntimeError("backward ran twice through one graph, which would count its examples twice")
         metadata["dpkernels"] = True

@@ -270,7 +270,7 @@ def _moves(graph: Graph, edge: Edge, value: _Shared) -> tuple[Move, ...] | None:
     return (*value.moves[: len(value.moves) - len(first)], *own)
 
 
-def _brings_batch(graph: Graph, number: int, kind: str, batch: int, constants: frozenset[int]) -> bool | None:
+def _brings_batch(graph: Graph, number: int, kind: str, batch: int | None, constants: frozenset[int]) -> bool | None:
     """Whether a node whose differentiable inputs are all shared combines them with data of the batch.
 
     Data are tensors that may have examples for rows: all that are not constants of the model, single numbers, or
@@ -362,9 +362,7 @@ class Meetings:
     merges examples and channels.
     """
 
-    def __init__(
-        self, graph: Graph, parameters: Collection[int], rows: int | None, constants: frozenset[int]
-    ) -> None:
+    def __init__(self, graph: Graph, parameters: Collection[int], rows: int | None, constants: frozenset[int]) -> None:
         shared: set[int] = set()
         self._met: dict[Any, None] = {}
         for number in _children_first(graph):

@@ -108,7 +108,7 @@ def test_near_private_leaves_what_no_private_example_is_near_to() -> None:
     assert len(chosen.unique()) == 60
     assert (chosen % 4 < 2).double().mean() > 0.9
     assert [entry.event for entry in ledger.entries()] == [Gaussian(4.0), PureEpsilon(1.0)] == list(how.events)
-    alone = dpk.accounting.bound(how.events, 1e-5).upper  # of delta, the ledger keeps a share for noise that is not ideal
+    alone = dpk.accounting.bound(how.events, 1e-5).upper  # the ledger keeps a share of delta for noise not ideal
     assert alone <= ledger.epsilon(1e-5) <= alone * (1 + 1e-6)
     with pytest.raises(BudgetExceededError):
         NearPrivate(200, PCARelease(1.5, 0.01), SupportRelease(1.0), 4).select(public, private, 60, ledger=ledger)
