@@ -56,8 +56,8 @@ class GhostClipper:
 
     Use ``result = clipper.backward(losses)`` with one loss per example, or an ordinary ``loss.backward()`` followed by
     ``result = clipper.take()``. Parameters are found in autograd's graph, whatever calls them. Until :meth:`detach` two
-    forwards are replaced: that of linear layers with few outputs and many inputs by a faster one, and the model's own by
-    one that notes the number of examples beside calling it.
+    forwards are replaced: that of linear layers with few outputs and many inputs by a faster one, and the model's own
+    by one that notes the number of examples as it calls it.
 
     Args:
         model: any module. Operations without a rule of their own are handled exactly, but slowly.

@@ -1,11 +1,11 @@
 """Whether what lies between the losses and a model's last layers keeps the examples apart, read from autograd's graph.
 
 :func:`follow` walks from the tensors that the loss sums up towards the operations that parameters enter and carries
-along which dimension is the batch. An operation that selects, sorts, shifts or sums across that dimension, a factor that is one
-number for the whole batch, and every operation that is not listed here are refused. A dimension counts as the batch if
-its size is a multiple of the number of examples and the examples are its major part, as in [batch * positions,
-classes]; where sizes coincide by chance the guess is the first such dimension, and the tagged backward decides
-(`clipping/proof.py`).
+along which dimension is the batch. An operation that selects, sorts, shifts or sums across that dimension, a factor
+that is one number for the whole batch, and every operation that is not listed here are refused. A dimension counts as
+the batch if its size is a multiple of the number of examples and the examples are its major part, as in
+[batch * positions, classes]; where sizes coincide by chance the guess is the first such dimension, and the tagged
+backward decides (`clipping/proof.py`).
 """
 
 from __future__ import annotations
