@@ -295,6 +295,8 @@ def _brings_batch(graph: Graph, number: int, kind: str, batch: int | None, const
         return None if fits else False
     if kind == "Scatter" and len(shape) == 1:  # selected entries of a weight
         return not _constant(node._saved_index, constants)
+    if kind == "Cat":
+        return None if without and fits else False
     # Elementwise: what does not stretch a shared value has no rows of examples in it.
     return bool(without) and shape not in shapes
 
@@ -377,7 +379,7 @@ class Meetings:
                     shared.add(number)
                 if brings is not False:
                     self._met[node] = None
-            elif kind in _VIEWS and graph.nodes[below[0]] in self._met:
+            elif kind in VIEWS and graph.nodes[below[0]] in self._met:
                 self._met[node] = None
 
     @property
@@ -389,9 +391,9 @@ class Meetings:
         """
         found: set[int] = set()
         for node in self._met:
-            if kind_of(node) in _VIEWS or not shape_of(node):
+            if kind_of(node) in VIEWS or not shape_of(node):
                 continue
-            views = [n for n in self._met if kind_of(n) in _VIEWS and n.next_functions[0][0] is node]
+            views = [n for n in self._met if kind_of(n) in VIEWS and n.next_functions[0][0] is node]
             found |= {shape_of(n)[0] for n in views or [node]}
         if len(found) == 1:
             return found.pop()
@@ -404,4 +406,4 @@ class Meetings:
         return node in self._met
 
 
-_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Reshape")
+VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Reshape")

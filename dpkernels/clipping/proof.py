@@ -14,14 +14,15 @@ weights were seen and one way to own them is left; until then every step with a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpkernels.clipping.graph import Graph, Use
+from dpkernels.clipping.graph import VIEWS, Graph, Use, kind_of, shape_of
 from dpkernels.layers import Ownership
 from dpkernels.layers.ownership import candidates
 
@@ -49,9 +50,15 @@ def prove(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int, 
         The uses of which no dimension belongs to single examples.
     """
     failed = _look(graph, uses, roots, batch, _LOOKS * look)
-    for again in range(1, _LOOKS):  # examples may share a weight
+    for again in range(1, _LOOKS):
         unsure = [use for use in uses if use.ambiguous and use not in failed]
-        if unsure:
+        if not unsure:
+            break
+        if again == 1:  # the view that takes merged rows apart may tell
+            for use, view in _views(graph, unsure):
+                if view not in _look(graph, [view], roots, batch, _LOOKS * look):
+                    _take_over(graph, use, view)
+        else:  # examples may have shared a weight
             failed += _look(graph, unsure, roots, batch, _LOOKS * look + again)
     return failed
 
@@ -75,6 +82,28 @@ def _look(graph: Graph, uses: Sequence[Use], roots: Sequence[Root], batch: int, 
             if not _narrow(use, pairs, weights, counted, half)
         ]
     return failed
+
+
+def _views(graph: Graph, uses: Sequence[Use]) -> Iterator[tuple[Use, Use]]:
+    """Uses that put out merged rows, each with the view that takes these apart."""
+    by_node = {use.node: use for use in uses if use.outputs == 1}
+    for number, below in enumerate(graph.children):
+        use = by_node.get(below[0][0]) if len(below) == 1 else None
+        if use is not None and kind_of(graph.nodes[number]) in VIEWS:
+            yield use, Use(number, "View", None, (), 1, False)
+
+
+def _take_over(graph: Graph, use: Use, view: Use) -> None:
+    """Keep those owners of a use that agree with the owners of its view."""
+    shape, (rows, *_) = shape_of(graph.nodes[view.node]), shape_of(graph.nodes[use.node])
+    merged = next((k for k in range(len(shape) + 1) if math.prod(shape[:k]) == rows), 0)
+    found = [
+        Ownership(o.batch, 0, math.prod(shape[: o.dim]) * o.outer, o.inner * math.prod(shape[o.dim + 1 : merged]))
+        for o in view.owners[0]
+        if o.dim < merged
+    ]
+    if left := [o for o in use.owners[0] if o in found]:
+        use.owners, use.settled, use.ambiguous = [left], view.settled and len(left) == 1, len(left) > 1
 
 
 def assume_usual(graph: Graph, uses: Sequence[Use], batch: int) -> None:

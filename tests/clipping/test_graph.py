@@ -54,6 +54,11 @@ def prompt(m: nn.Module, x: Tensor) -> Tensor:
     return m.head(torch.tanh(m.inner(torch.cat([m.p.expand(len(x), -1, -1), x], 1))).mean(1))
 
 
+def part_bias(m: nn.Module, x: Tensor) -> Tensor:
+    """Some of the projections have a bias, others a buffer of zeros for one."""
+    return m.head(torch.tanh(F.linear(x, m.w, torch.cat([m.q, m.k, m.q * m.v]))).mean(1))
+
+
 def packed(m: nn.Module, x: Tensor) -> Tensor:
     lengths = x[:, 0, 0].abs().mul(10).long() % TIME + 1
     sequence = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
@@ -108,6 +113,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         s=weight(),
         head=head(),
     ),
+    "bias in parts": lambda: Net(part_bias, w=weight(6, 5), q=weight(2), k=torch.zeros(2), v=weight(2), head=head(6)),
     "class token": lambda: Net(prompt, p=weight(1, 5), inner=nn.Linear(5, 5), head=head()),
     "prompt of three": lambda: Net(prompt, p=weight(3, 5), inner=nn.Linear(5, 5), head=head()),
     "positions without a batch": lambda: Net(positions, table=nn.Embedding(9, 5), inner=nn.Linear(5, 5), head=head()),
@@ -407,6 +413,19 @@ def test_a_gradient_that_was_zero_is_proved_later() -> None:
             model.b.normal_()
         with pytest.raises(RuntimeError, match="no sums over"):
             clipper.backward(losses_of(model, x, y))
+
+
+@pytest.mark.parametrize(("batch", "time"), [(6, 7), (4, 9), (5, 5), (3, 4)])
+def test_one_row_of_an_example_is_used(batch: int, time: int) -> None:
+    """As many class tokens lie apart in merged rows as rows that are laid out time first: the view tells."""
+    body = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    model = Net(lambda m, x: m.head(m.body(x)[:, 0]), body=body, head=head(8)).double()
+    x, y = torch.randn(batch, time, 8).double(), torch.arange(batch) % CLASSES
+    assert_right(model, x, y)
+    with GhostClipper(model, 1.0) as clipper:
+        clipper.backward(losses_of(model, x, y))
+        (plan,) = clipper._plans.values()
+        assert all(use.settled for use in plan.uses)
 
 
 def test_one_graph_is_clipped_once() -> None:
