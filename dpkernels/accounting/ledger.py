@@ -341,7 +341,7 @@ class Ledger:
                 raise ValueError(f"format {document['format']!r} version {document['version']!r}")
             seeded = document["seeded"]
             entries = [_entry(values) for values in document["entries"]]
-        except (ValueError, KeyError, TypeError) as reason:
+        except (ValueError, KeyError, TypeError, RecursionError) as reason:
             raise ValueError(
                 f"{self._path} must be a {FORMAT} file of version {VERSION}, but it cannot be read: {reason}"
             ) from reason

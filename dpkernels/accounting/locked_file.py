@@ -1,6 +1,7 @@
 """A file that one live owner at a time holds, and replaces whole.
 
-This module imports the standard library only, and on systems without file locks it can be imported but not used.
+Beside `_files` this module imports the standard library only, and on systems without file locks it can be imported but
+not used.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import threading
 from pathlib import Path
 from types import ModuleType
+
+from dpkernels._files import require_regular
 
 
 class LedgerLockedError(RuntimeError):
@@ -28,6 +31,7 @@ class LockedFile:
 
     Raises:
         LedgerLockedError: somebody else holds it.
+        ValueError: it is not a regular file.
         OSError: it cannot be opened and written, has several names (hard links), or cannot be locked on this file
             system or system.
     """
@@ -40,6 +44,7 @@ class LockedFile:
         self._file = -1
         while self._file < 0:
             try:
+                require_regular(self._path)
                 self._file = self._locked(self._path)
             except FileNotFoundError:
                 self._create(initial)

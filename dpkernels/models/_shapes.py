@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -28,10 +29,19 @@ def check_shape(name: str, shape: Sequence[int], rank: int | None = None) -> tup
     return sizes
 
 
-def flat_features(layers: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """How many numbers `layers` puts out for one example of `input_shape`; ValueError where that is too small."""
-    try:
-        with torch.no_grad():
-            return layers(torch.zeros(1, *input_shape)).numel()
-    except RuntimeError as error:
-        raise ValueError(f"input_shape {input_shape} is too small for the convolutions and poolings: {error}") from None
+def flat_features(layers: Iterable[nn.Module], input_shape: tuple[int, ...]) -> int:
+    """How many numbers a stack of convolutions, max-poolings and activations puts out for one example of `input_shape`,
+    (channels, height, width), without running it; ValueError where that is too small."""
+    channels, *sizes = input_shape
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
+            kernel, stride, padding = map(_pair, (layer.kernel_size, layer.stride, layer.padding))
+            sizes = [(size + 2 * p - k) // s + 1 for size, k, s, p in zip(sizes, kernel, stride, padding, strict=True)]
+            channels = layer.out_channels if isinstance(layer, nn.Conv2d) else channels
+            if min(sizes) < 1:
+                raise ValueError(f"input_shape {input_shape} is too small for the convolutions and poolings")
+    return channels * math.prod(sizes)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return value if isinstance(value, tuple) else (value, value)

@@ -46,7 +46,8 @@ def _cifar_resnet(depth: int) -> _Builder:
     return builder
 
 
-_VGG = re.compile(r"simple_vgg((?:_\d+x\d+)+)_(\d+)")
+_VGG = re.compile(r"simple_vgg((?:_\d{1,6}x\d{1,6})+)_(\d{1,6})")
+_MOST_CONVOLUTIONS = 1000
 
 
 def _vgg(name: str) -> _Builder | None:
@@ -57,6 +58,8 @@ def _vgg(name: str) -> _Builder | None:
         return None
     blocks = [tuple(map(int, block.split("x"))) for block in sizes[1].split("_")[1:]]
     channels, depths = zip(*blocks, strict=True)
+    if sum(depths) > _MOST_CONVOLUTIONS:
+        raise ValueError(f"name must be of at most {_MOST_CONVOLUTIONS} convolutions, got {sum(depths)}")
     hidden = int(sizes[2])
     return lambda shape, classes: simple_vgg(channels, depths, hidden, num_classes=classes, input_shape=shape)
 

@@ -66,7 +66,7 @@ def scatternet_cnn(
     else:
         raise ValueError(f"variant must be 'mnist', 'cifar10', 'cifar10-small' or None, got {variant!r}")
 
-    features = flat_features(nn.Sequential(*layers), sizes)
+    features = flat_features(layers, sizes)
     layers.append(nn.Flatten())
     if hidden:
         layers += [nn.Linear(features, hidden), nn.Tanh()]

@@ -73,7 +73,7 @@ def simple_vgg(
             layers += [nn.Conv2d(incoming, width, kernel_size=3, padding=1), nn.Tanh()]
             incoming = width
         layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
-    features = flat_features(nn.Sequential(*layers), shape)
+    features = flat_features(layers, shape)
     layers += [
         nn.Flatten(),
         nn.Linear(features, check_count("hidden", hidden)),

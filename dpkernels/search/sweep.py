@@ -8,7 +8,6 @@ a run stands that of their composition. It counts every run that lies in OUT, th
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,7 +161,7 @@ def read_rows(out: Path) -> list[Row]:
     for file in sorted(out.glob("*/config.json")):
         folder = RunFolder(file.parent)
         config, plan = folder.read_config()
-        metrics = json.loads(folder.metrics.read_text(encoding="utf-8")) if folder.metrics.exists() else None
+        metrics = folder.read_metrics()
         if metrics is not None and metrics["complete"]:
             state = "done"
         else:

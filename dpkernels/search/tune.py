@@ -22,7 +22,6 @@ There is no seed here: a run with a seed is not private, and a sweep compares su
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,10 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dpkernels import models
+from dpkernels._files import read_json, reason
 from dpkernels.accounting import Bound, Ledger, Plan
 from dpkernels.accounting.locked_file import file_locks
 from dpkernels.accounting.tuning import TrainingRun, draw_number_of_runs
@@ -49,6 +48,7 @@ from dpkernels.training.files import write_atomically, write_json
 from dpkernels.training.loop import SCORE, Execution
 from dpkernels.training.privacy_report import write_report
 from dpkernels.training.run_folder import RunFolder
+from dpkernels.transfer.saved import open_safetensors
 
 FORMAT = "dpkernels-tuned"
 
@@ -168,22 +168,19 @@ def go_on(
     if folder.is_done:  # killed while the others were removed
         folder.forget()
         write_report(folder.released)
-        document = json.loads(folder.released.config.read_text(encoding="utf-8"))
-        metrics = json.loads(folder.released.metrics.read_text(encoding="utf-8"))
-        return Tuned(metrics, TrainConfig.from_dict(document["config"]), None)
+        return Tuned(folder.released.read_metrics(), _released_config(folder.released.config), None)
     if not folder.state.exists():
         raise FileNotFoundError(f"{folder.path} holds no tuning to resume: {folder.state.name} is missing")
     with folder.alone():
-        state = json.loads(folder.state.read_text(encoding="utf-8"))
-        root = None if state["data_root"] is None else Path(state["data_root"])
-        runs = [folder.run(index) for index in range(state["runs"])]
+        state = _read_state(folder)
+        runs = [folder.run(index) for index in range(state.runs)]
         jobs = []
         for run in runs:
             if not _settled(run):
                 config, plan = run.read_config()
-                jobs.append(Job(run.path, config, plan, root, execution or Execution()))
+                jobs.append(Job(run.path, config, plan, state.data_root, execution or Execution()))
         prepare_features(jobs)
-        shown = watcher(jobs, Outlook(**state["outlook"])) if watcher else None
+        shown = watcher(jobs, state.outlook) if watcher else None
         outcomes, stopped_by = run_jobs(jobs, processes=processes, threads=threads, watcher=shown)
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures:
@@ -192,15 +189,53 @@ def go_on(
             )
         if not all(outcome.complete for outcome in outcomes):
             return Tuned(None, None, stopped_by)
-        best = _best(runs[: state["counted"]], state["search"]["score"])
+        best = _best(runs[: state.counted], state.search.score)
         released = Tuned(None, None, None) if best is None else _release(best, folder, state)
         folder.forget()
         return released
 
 
+@dataclass(frozen=True)
+class _State:
+    """What `start` laid down."""
+
+    search: Search
+    delta: float
+    bound: Bound
+    outlook: Outlook
+    runs: int
+    counted: int
+    data_root: Path | None
+
+
+def _read_state(folder: TuneFolder) -> _State:
+    """Raises ValueError that names the file, where it is damaged."""
+    document = read_json(folder.state)
+    try:
+        search, bound = Search.from_dict(document["search"]), Bound(**document["bound"])
+        root = None if document["data_root"] is None else Path(document["data_root"])
+        runs, counted, delta = document["runs"], document["counted"], document["delta"]
+        there = sum(1 for _ in folder.secret.glob("*/config.json"))
+        if type(runs) is not int or runs != there or type(counted) is not int or not 0 <= counted <= runs:
+            raise ValueError(f"{there} runs were laid down, and it tells of {runs!r}, {counted!r} of them counted")
+        if not 0 < delta < 1 or not 0 <= bound.upper <= search.epsilon:
+            raise ValueError(f"epsilon {bound.upper} at delta {delta} is not what the search may cost")
+        return _State(search, delta, bound, Outlook(**document["outlook"]), runs, counted, root)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{folder.state} must be the state of a tuning, but: {reason(error)}") from error
+
+
+def _released_config(path: Path) -> TrainConfig:
+    document = read_json(path)
+    try:
+        return TrainConfig.from_dict(document["config"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must be the configuration of a tuned run, but: {reason(error)}") from error
+
+
 def _settled(run: RunFolder) -> bool:
     """Whether the run is complete. What it cannot go on from as if nothing had happened is removed: see the module."""
-    if run.metrics.exists() and json.loads(run.metrics.read_text(encoding="utf-8"))["complete"]:
+    if (metrics := run.read_metrics()) is not None and metrics["complete"]:
         return True
     if run.ledger.exists():
         with Ledger(run.ledger) as ledger:
@@ -217,32 +252,41 @@ def _best(runs: Sequence[RunFolder], score: str) -> RunFolder | None:
     """The run of the highest score, of equal ones the first; None of no runs."""
 
     def scored(run: RunFolder) -> float:
-        return float(json.loads(run.metrics.read_text(encoding="utf-8"))[f"{score}_accuracy"])
+        metrics, name = _metrics(run), f"{score}_accuracy"
+        if name not in metrics:
+            raise ValueError(f"{run.metrics}: expected {name}, got none")
+        return float(metrics[name])
 
     return max(runs, key=scored, default=None)
 
 
-def _release(best: RunFolder, folder: TuneFolder, state: dict[str, Any]) -> Tuned:
+def _metrics(run: RunFolder) -> dict[str, Any]:
+    """Of a run that is complete."""
+    if (metrics := run.read_metrics()) is None:
+        raise FileNotFoundError(f"{run.metrics} is missing, though the run is complete")
+    return metrics
+
+
+def _release(best: RunFolder, folder: TuneFolder, state: _State) -> Tuned:
     """Write what is released of the best run: metrics, weights, and at last configuration and search."""
     config, plan = best.read_config()
-    search, bound, delta = Search.from_dict(state["search"]), Bound(**state["bound"]), state["delta"]
-    metrics = json.loads(best.metrics.read_text(encoding="utf-8"))
+    search, bound, delta = state.search, state.bound, state.delta
     left = {"epsilon", "delta", "private", "statement", "last_iterate_accuracy", "noise_error"}
     metrics = {
-        **{name: value for name, value in metrics.items() if name not in left},
+        **{name: value for name, value in _metrics(best).items() if name not in left},
         "epsilon": bound.upper,
         "delta": delta,
         "private": True,
         "chosen": {draw.field: getattr(config, draw.field) for draw in search.draws},
         "statement": tuning_statement(search, plan, bound, delta),
     }
-    with safe_open(best.model, framework="pt") as file:
+    with open_safetensors(best.model) as file:
         guarantee = {"epsilon": repr(bound.upper), "delta": repr(delta)}
         metadata = file.metadata() | guarantee
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     write_atomically(folder.released.model, lambda temporary: save_file(tensors, temporary, metadata=metadata))
     write_json(folder.released.metrics, metrics)
-    document = {"format": FORMAT, "config": config.to_dict(), "search": state["search"], "bound": state["bound"]}
+    document = {"format": FORMAT, "config": config.to_dict(), "search": search.to_dict(), "bound": asdict(bound)}
     write_json(folder.released.config, document)
     write_report(folder.released)
     return Tuned(metrics, config, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from dpkernels import models
+from dpkernels._files import require_memory
 from dpkernels.accounting import Ledger, Plan
 from dpkernels.data import ArraySplit, ImageDataset, with_features
 from dpkernels.features import GroupNorm, Mirrored, PrivateDataNorm, PublicWhitening, ScatterNet, public_statistics
-from dpkernels.features.public import VERSION
+from dpkernels.features.public import IMAGES, VERSION
 from dpkernels.optim import DPSGD, DPAdam, DPAdamW
 from dpkernels.optim.private import PrivateOptimizer
 from dpkernels.training.config import TrainConfig, stands_on_features
@@ -24,6 +26,9 @@ from dpkernels.training.transfer import parameter_groups
 
 UNIT = (0.0, 1.0)
 PHOTOGRAPH = (-2.5, 2.5)  # units of synthetic images' spread, around their mean
+MOST_PIXELS = 2**18
+"""Of an image whose features are taken: filters are as large, and there are dozens."""
+_SYNTHETIC = 150  # bytes for each pixel of synthetic images: spectra, features, and their products in float64
 PUBLIC_SIZE = (32, 32)  # of synthetic images for statistics of pixels, which hardly depend on it
 
 
@@ -58,6 +63,10 @@ def features_of(name: str, image_shape: tuple[int, ...]) -> Features:
         return Features(nn.Identity(), image_shape, image_shape, "", None)
     _, *more = name.split("-")
     low, high = PHOTOGRAPH if image_shape[0] == 3 else UNIT
+    if math.prod(image_shape[1:]) > MOST_PIXELS:
+        raise ValueError(f"features must be none for images of more than {MOST_PIXELS} pixels, got {name!r}")
+    if "whitened" in more:  # before anything is made
+        require_memory(f"{name} of {image_shape}", _SYNTHETIC * IMAGES * math.prod(image_shape))
     scatter = ScatterNet(image_shape)
     net = Mirrored(scatter) if "mirrored" in more else scatter
     transform: nn.Module = net

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from dpkernels._files import reason
 from dpkernels.training.files import write_atomically
+from dpkernels.transfer.saved import load_saved, save_sealed
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,32 @@ class Checkpoint:
     averaged: dict[str, Any] | None = None
     fingerprint: str = ""
 
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or self.step < 0:
+            raise ValueError(f"step must be a number of steps, got {self.step!r}")
+        for name, value in (("model", self.model), ("optimizer", self.optimizer), ("averaged", self.averaged)):
+            if not isinstance(value, dict) and not (name == "averaged" and value is None):
+                raise TypeError(f"{name} must be a state dict, got {type(value).__name__}")
+        if not isinstance(self.fingerprint, str):
+            raise TypeError(f"fingerprint must be a string, got {type(self.fingerprint).__name__}")
+
     def save(self, path: Path) -> None:
-        """Written whole or not at all."""
+        """Written whole or not at all, with a digest of all that is in the file."""
         document = {"format": FORMAT, **vars(self)}
-        write_atomically(path, lambda temporary: torch.save(document, temporary))
+        write_atomically(path, lambda temporary: save_sealed(document, temporary))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in `path`, on the CPU. Only tensors and plain values are read: no code of the file runs.
 
-    Raises ValueError for a file that is not a checkpoint of this format.
+    Raises FileNotFoundError, and ValueError for a file that is not a checkpoint of this format, or of which one bit was
+    changed.
     """
+    expected = f"a checkpoint of format {FORMAT}"
+    document = load_saved(path, expected, sealed=True)
     try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
-        if document.pop("format") != FORMAT:
-            raise ValueError("another format")
+        if document.pop("format", None) != FORMAT:
+            raise ValueError("it has another format")
         return Checkpoint(**document)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} must be a checkpoint of format {FORMAT}, but it cannot be read: {reason}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold {expected}, but it cannot be read: {reason(error)}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,15 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dpkernels._files import read_json, reason
 from dpkernels.clipping import GhostClipper
 from dpkernels.data import Split
 from dpkernels.losses import recorded_outputs, weighted_layers
 from dpkernels.training.config import TrainConfig
 from dpkernels.training.files import write_atomically, write_text
 from dpkernels.training.objective import Objective
-from dpkernels.training.run_folder import RunFolder
+from dpkernels.training.run_folder import RunFolder, is_number
 
 WARNING = "PRIVATE: these values depend on single training examples and hold no noise. Keep them as you keep the data."
+_LARGEST = 2**28  # bytes of the file
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,15 @@ class Snapshot:
     gradient_norms: list[float]
     cosine: float | None
 
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or self.step < 0:
+            raise ValueError(f"step must be a count, got {self.step!r}")
+        if not isinstance(self.gradient_norms, list) or None in (self.epoch, *self.gradient_norms):
+            raise ValueError("epoch and the list of gradient_norms must be of numbers")
+        norms = (*self.weight_norms.values(), *self.output_norms.values(), *self.gradient_norms)
+        if not all(value is None or is_number(value) for value in (self.epoch, self.cosine, *norms)):
+            raise ValueError("norms, cosine and epoch must be finite numbers, or null where they were not")
+
 
 class Diagnostics:
     """The snapshots of one run, kept in `folder`."""
@@ -56,12 +68,17 @@ class Diagnostics:
     def restore(self, last_step: int) -> None:
         """Take up what lies in the folder, up to `last_step`. Raises ValueError for a damaged file."""
         path = self._folder.diagnostics
-        if not path.exists():
+        if not os.path.lexists(path):
             return
+        document = read_json(path, _LARGEST)
         try:
-            saved = [Snapshot(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["snapshots"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} must be diagnostics of a run, but: {error}") from error
+            saved = [Snapshot(**entry) for entry in document["snapshots"]]
+            if len({(*entry.weight_norms, None, *entry.output_norms) for entry in saved}) > 1:
+                raise ValueError("its snapshots are of different layers")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} must be diagnostics of a run, but: {reason(error)}; restore it from a copy, or remove it"
+            ) from error
         self.snapshots = [snapshot for snapshot in saved if snapshot.step <= last_step]
 
     def measure(self, model: nn.Module, *, step: int, epoch: float) -> None:

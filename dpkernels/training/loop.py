@@ -13,7 +13,6 @@ numbers of physical batches, no sizes of batches. Times go into a file that is m
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from dataclasses import dataclass
@@ -182,10 +181,14 @@ class _Run:
                 f"{self.folder.path} was begun by another version, whose {self.config.features} features were others: "
                 "go on with that version, or start a run in another folder"
             )
-        self.model.load_state_dict(checkpoint.model)
-        self.optimizer.load_state_dict(checkpoint.optimizer)
-        if self.averaged is not None and checkpoint.averaged is not None:
-            self.averaged.load_state_dict(checkpoint.averaged)
+        try:
+            self.model.load_state_dict(checkpoint.model)
+            self.optimizer.load_state_dict(checkpoint.optimizer)
+            if self.averaged is not None and checkpoint.averaged is not None:
+                self.averaged.load_state_dict(checkpoint.averaged)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            place, config = self.folder.checkpoint, self.folder.config.name
+            raise ValueError(f"{place} does not fit the run that {config} describes: {error}") from error
         # What a stop measured between epochs goes: a run that was stopped ends with the history of one that was not.
         self.history = [line for line in self.folder.read_history(checkpoint.step) if self._ends_epoch(line.step)]
         if self.diagnostics is not None:
@@ -376,8 +379,7 @@ class _Run:
         train, device = self.dataset.train, self.execution.device
         rows = self.execution.physical_batch_size
         if any(entry.what == SCORE for entry in self.ledger.entries()):
-            if self.folder.metrics.exists():
-                written = json.loads(self.folder.metrics.read_text(encoding="utf-8"))
+            if (written := self.folder.read_metrics()) is not None:
                 return None if (value := written.get("train_accuracy")) is None else float(value)
             if not self.config.seeded:
                 return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
+from dpkernels._files import read_json
 from dpkernels.accounting.statement import rounded_up
 from dpkernels.training.files import write_text
 from dpkernels.training.run_folder import RunFolder
@@ -67,10 +67,21 @@ _CONFIG = (
 def write_report(folder: RunFolder) -> None:
     """Write `report.md` from configuration, metrics, and the audit where one lies in the folder.
 
-    Raises FileNotFoundError where the run left no metrics yet.
+    Raises FileNotFoundError where the run left no metrics yet, ValueError where a file of it is damaged.
     """
-    metrics = json.loads(folder.metrics.read_text(encoding="utf-8"))
-    config = json.loads(folder.config.read_text(encoding="utf-8"))["config"]
+    metrics = folder.read_metrics()
+    if metrics is None:
+        raise FileNotFoundError(f"{folder.metrics} is missing: the run left none yet")
+    config = read_json(folder.config)
+    try:
+        text = _written(folder, metrics, config["config"])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        why = f"{folder.metrics} or {folder.config.name} is damaged: {error!r}"
+        raise ValueError(f"the privacy report cannot be written, since {why}") from error
+    write_text(folder.report, text)
+
+
+def _written(folder: RunFolder, metrics: dict[str, Any], config: dict[str, Any]) -> str:
     parts = [
         f"# Privacy report: {metrics['model']} on {metrics['data']['name']}",
         _summary(metrics),
@@ -89,7 +100,7 @@ def write_report(folder: RunFolder) -> None:
         "## Versions",
         _table(("", "version"), list(metrics["versions"].items())),
     ]
-    write_text(folder.report, "\n\n".join(parts) + "\n")
+    return "\n\n".join(parts) + "\n"
 
 
 def _summary(metrics: dict[str, Any]) -> str:
@@ -156,7 +167,7 @@ def _audit(folder: RunFolder) -> str:
                 f"{entry['confidence']:.4g}",
                 "REFUTED" if entry["lower_bound"] > entry["claim"] else "not contradicted",
             )
-            for entry in json.loads(folder.audit.read_text(encoding="utf-8"))
+            for entry in read_json(folder.audit)
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder.audit.name} lies in this folder, but it cannot be read."

@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from dpkernels._files import read_json
 from dpkernels.training.files import write_text
 
 WARNING = "PRIVATE: how long an epoch takes can tell which examples were drawn in it. Keep these times as the data."
@@ -27,10 +28,10 @@ class Timing:
     def restore(self, last_step: int) -> None:
         """Go on from what `path` says. A file that is missing or damaged is begun anew: nothing rests on it."""
         try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
+            document = read_json(self._path)
             before = float(document["seconds"])
             epochs = [(int(entry["step"]), float(entry["seconds"])) for entry in document["epochs"]]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return
         self._begun -= before
         self._epochs = [(step, seconds) for step, seconds in epochs if step <= last_step]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpkernels import models
+from dpkernels._files import bad_file, parse_json, reason
 from dpkernels.data import ImageDataset
 from dpkernels.features import GroupNorm, PrivateDataNorm
 from dpkernels.training.build import Features, features_of
-from dpkernels.training.config import TrainConfig
+from dpkernels.training.config import FEATURES, NORMALIZATIONS, TrainConfig
 from dpkernels.training.files import write_atomically
 from dpkernels.training.memory import placed
 from dpkernels.training.run_folder import RunFolder
+from dpkernels.transfer.saved import open_safetensors
 
 
 def write_trained(
@@ -90,39 +94,116 @@ def load_trained(path: str | os.PathLike[str]) -> TrainedModel:
     Pixels are scaled, features taken and normalized as in training: nothing is left to the caller. In training features
     came from a cache in float16; here they are not rounded.
 
-    Raises FileNotFoundError, and ValueError that names the file where no run left it, another
-    version's did whose features were others, or its weights do not fit.
+    Raises FileNotFoundError, and ValueError that names the file, and the field where one is meant: where no run left
+    it, another version's did whose features were others, or its weights do not fit. Nothing is made of a size that the
+    file only tells of: what its weights are is compared first.
     """
-    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_model
 
     file = RunFolder(Path(path)).model if Path(path).is_dir() else Path(path)
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise FileNotFoundError(f"{file}: expected the model of a run, got none")
+    with open_safetensors(file) as opened:
+        metadata = opened.metadata() or {}
+        found = {name: _kind(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+    told = _told(file, metadata)
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            metadata = opened.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(f"{file} must be a safetensors file, but it cannot be read: {error}") from error
-    needed = {"classes", "input_shape", "pixel_range", "features", "fingerprint", "normalization", "groups", "model"}
-    if missing := needed - metadata.keys():
-        raise ValueError(f"{file} must be the model of a run of this version: it does not say its {sorted(missing)}")
-    image_shape = tuple(json.loads(metadata["input_shape"]))
-    features = features_of(metadata["features"], image_shape)
+        features = features_of(told["features"], told["input_shape"])
+    except (ValueError, TypeError) as error:
+        raise bad_file(file, "features of images of its input_shape", reason(error)) from error
     if features.fingerprint != metadata["fingerprint"]:
-        raise ValueError(f"{file} was left by another version, whose {metadata['features']} features were others")
-    network = models.create(metadata["model"], features.shape, len(json.loads(metadata["classes"])))
-    if metadata["normalization"] != "none":
-        network = nn.Sequential(_normalization(metadata, features.shape[0]), network)
+        raise ValueError(f"{file} was left by another version, whose {told['features']} features were others")
     try:
+        with torch.device("meta"):  # of any size, without memory
+            _check_weights(_network(told, features).state_dict(keep_vars=True), found)
+        network = _network(told, features)
         load_model(network, str(file))
-    except RuntimeError as error:
-        raise ValueError(f"{file} must hold the weights of {metadata['model']}: {error}") from error
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{file} must hold the weights of {told['model']} for input_shape {told['input_shape']} and "
+            f"{len(told['classes'])} classes: {reason(error)}"
+        ) from error
     return TrainedModel(network, features.transform, metadata).eval()
 
 
-def _normalization(metadata: Mapping[str, str], channels: int) -> nn.Module:
-    """As it was trained, but for the statistics, which are in the file."""
-    if metadata["normalization"] == "group":
-        return GroupNorm(json.loads(metadata["groups"]), channels)
-    return PrivateDataNorm(torch.zeros(channels), torch.ones(channels))
+def _told(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What the metadata says of the model, field by field. Raises ValueError that names the field."""
+    if missing := {*_FIELDS, "fingerprint"} - metadata.keys():
+        raise ValueError(f"{file} must be the model of a run of this version: it does not say its {sorted(missing)}")
+    told: dict[str, Any] = {}
+    for name, (wanted, is_json, fits) in _FIELDS.items():
+        where = f"{file}, {name}"
+        value = parse_json(where, metadata[name]) if is_json else metadata[name]
+        if not fits(value):
+            raise bad_file(where, wanted, repr(value)[:100])
+        told[name] = tuple(value) if isinstance(value, list) else value
+    if (told["groups"] is not None) != (told["normalization"] == "group"):
+        raise bad_file(f"{file}, groups", "a number with group normalization and only then", repr(told["groups"]))
+    return told
+
+
+def _is_range(value: Any) -> bool:
+    numbers = isinstance(value, list) and len(value) == 2 and all(type(end) in (int, float) for end in value)
+    return numbers and all(math.isfinite(end) for end in value) and value[0] < value[1]
+
+
+def _is_shape(value: Any) -> bool:
+    sizes = isinstance(value, list) and 1 <= len(value) <= 8
+    return sizes and all(type(size) is int and 0 < size <= _MOST_WIDE for size in value)
+
+
+_MOST_WIDE = 2**24  # in each dimension of an example
+_Field = tuple[str, bool, Callable[[Any], bool]]
+_FIELDS: dict[str, _Field] = {  # what is expected, whether it is JSON, the check
+    "classes": (
+        "a list of names",
+        True,
+        lambda value: isinstance(value, list) and len(value) > 0 and all(isinstance(name, str) for name in value),
+    ),
+    "input_shape": ("a list of sizes", True, _is_shape),
+    "pixel_range": ("two numbers, the smaller one first", True, _is_range),
+    "features": (f"one of {', '.join(FEATURES)}", False, FEATURES.__contains__),
+    "normalization": (f"one of {', '.join(NORMALIZATIONS)}", False, NORMALIZATIONS.__contains__),
+    "groups": ("a count or null", True, lambda value: value is None or (type(value) is int and value >= 1)),
+    "model": ("the name of a model", False, lambda value: 0 < len(value) <= 1000),
+}
+
+
+def _network(told: Mapping[str, Any], features: Features) -> nn.Module:
+    """As it was trained, but for weights and statistics, which are in the file."""
+    network = models.create(told["model"], features.shape, len(told["classes"]))
+    if told["normalization"] == "none":
+        return network
+    channels = features.shape[0]
+    if told["normalization"] == "group":
+        return nn.Sequential(GroupNorm(told["groups"], channels), network)
+    # It looks at these, which the device "meta" has not.
+    mean, std = torch.zeros(channels, device="cpu"), torch.ones(channels, device="cpu")
+    return nn.Sequential(PrivateDataNorm(mean, std), network)
+
+
+_Kind = tuple[tuple[int, ...], str]  # shape and dtype of a tensor
+
+
+def _kind(part: Any) -> _Kind:
+    return tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype())
+
+
+_DTYPES = {"F32": "float32", "F64": "float64", "I64": "int64"}  # that these models have
+
+
+def _check_weights(state: Mapping[str, Tensor], found: Mapping[str, _Kind]) -> None:
+    """Raise ValueError unless the tensors in a file are those of `state`. Of tied ones one is enough."""
+    there = {id(tensor) for name, tensor in state.items() if name in found}
+    for name, tensor in state.items():
+        wanted = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if name in found and found[name] != wanted:
+            raise ValueError(f"{name} is {_words(found[name])} in the file, where {_words(wanted)} is expected")
+        if name not in found and id(tensor) not in there:
+            raise ValueError(f"{name}, {_words(wanted)}, is not in the file")
+    if more := found.keys() - state.keys():
+        raise ValueError(f"{min(more)} is in the file and not in the model")
+
+
+def _words(kind: _Kind) -> str:
+    return f"{kind[1]} {'x'.join(map(str, kind[0])) or 'scalar'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpkernels.transfer.roles import classifier_of, covers, within
+from dpkernels.transfer.saved import load_saved, open_safetensors
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PARALLEL = "module."  # before every name, where a model was wrapped: data-parallel, or its moving average
@@ -97,6 +97,8 @@ def load_weights(
     )
     if not matched or (strict and not report.complete):
         raise ValueError(f"the weights do not fit the model: {'; '.join(report.lines())}")
+    if strange := [name for name in matched if not _is_plain(found[name])]:
+        raise ValueError(f"{path} must hold plain real tensors, got others in {', '.join(strange[:_SHOWN])}")
     broken = [name for name in matched if not found[name].isfinite().all()]
     if broken:
         raise ValueError(f"{path} must hold finite weights, got others in {', '.join(broken[:_SHOWN])}")
@@ -108,24 +110,12 @@ def load_weights(
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors in a file by name, on the CPU. Raises as `load_weights` does."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: expected a file of weights, got none")
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} must be a safetensors file, but it cannot be read: {error}") from error
-    try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path} must hold tensors and plain values as torch.save writes them, but it cannot be read: {reason}"
-        ) from error
-    return _state_dict(path, document)
+        with open_safetensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return _state_dict(path, load_saved(path))
 
 
 def _state_dict(path: Path, document: Any) -> dict[str, Tensor]:
@@ -138,6 +128,11 @@ def _state_dict(path: Path, document: Any) -> dict[str, Tensor]:
             return {name.removeprefix(_PARALLEL) if parallel else name: value for name, value in tensors.items()}
     got = ", ".join(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
     raise ValueError(f"{path} must hold a state dict, alone or under one of {', '.join(_WRAPPERS)}, got {got}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    return dense and not tensor.is_quantized and not tensor.is_complex()
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -196,7 +196,12 @@ def test_only_a_seeded_ledger_rewinds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "{}", '{"format": "other", "version": 1}', '{"format": "dpkernels-ledger", "version": 1}']
+    "damage",
+    [
+        *("", "{", "{}", "null", "[" * 100_000),
+        '{"format": "other", "version": 1}',
+        '{"format": "dpkernels-ledger", "version": 1}',
+    ],
 )
 def test_a_damaged_file_is_refused_and_left_alone(tmp_path, damage):
     path = tmp_path / "ledger.json"

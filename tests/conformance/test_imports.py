@@ -17,7 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "reference": set(),
     "models": set(),
     "losses": set(),
-    "accounting": set(),
+    "accounting": {"_files"},
     "ops": {"_native"},
     "random": {"ops"},
     "layers": {"ops"},
@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
         *("_files", "clipping", "optim", "data", "random", "accounting"),
         *("features", "models", "losses", "transfer", "selection"),
     },
-    "search": {"_files", "training", "features", "data", "models", "random", "accounting"},
+    "search": {"_files", "training", "transfer", "features", "data", "models", "random", "accounting"},
     "bench": {"_native", "ops", "layers", "clipping", "optim", "models", "training"},
 }
 ARROWS["cli"] = set(ARROWS)  # the only room that may import everything

@@ -23,9 +23,10 @@ from dpkernels.search import tune
 from dpkernels.search.draws import Draw, parse_draw
 from dpkernels.search.mechanism import NOISE_SHARE, Calibrated, Outlook, Search, calibrate
 from dpkernels.search.tune import Tuned, TuneFolder, go_on, start
-from dpkernels.search.workers import Job, Watcher
+from dpkernels.search.workers import Job, Outcome, Watcher
 from dpkernels.training import RunFolder, accuracy, load_checkpoint, load_trained, report
 from dpkernels.training.build import build_model, build_optimizer, features_of
+from tests.damage import COUNTS, mutations, outcomes
 
 FIELDS = {"dataset": "digits", "epochs": 2.0, "batch_size": 479}
 LR = parse_draw("lr=log:0.1:10")
@@ -295,3 +296,30 @@ def test_no_run_and_a_failing_run(
     assert not (folder.path / "metrics.json").exists()
     folder.run(0).checkpoint.unlink()
     assert resume(folder.path)[0].metrics is not None
+
+
+@COUNTS
+def test_a_damaged_state(
+    calibrated: Calibrated,
+    digits: ImageDataset,
+    number: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    count: int,
+) -> None:
+    """No run is begun where it cannot be read."""
+    number(2)
+    folder = TuneFolder(tmp_path / "out")
+    start(calibrated, digits, folder)
+    monkeypatch.setattr(tune, "run_jobs", lambda *_, **__: ([Outcome(), Outcome()], signal.SIGINT))
+    good = folder.state.read_bytes()
+
+    def read(content: bytes) -> None:
+        folder.state.write_bytes(content)
+        assert resume(folder.path)[0].stopped_by == signal.SIGINT
+
+    read(good)
+    counts, wrong = outcomes(read, mutations(good, count), "state.json")
+    assert not wrong, wrong[:10]
+    assert sum(counts.values()) == count
+    assert counts["refused"]

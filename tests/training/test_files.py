@@ -79,9 +79,15 @@ def test_a_checkpoint_that_is_none(tmp_path: Path, kind: str) -> None:
         torch.save({"format": 1, "weights": torch.zeros(1)}, path)
     else:
         path.write_bytes(contents[kind])
-    with pytest.raises(ValueError, match=r"c\.pt must be a checkpoint of format 1"):
+    with pytest.raises(ValueError, match=r"c\.pt must hold a checkpoint of format 2"):
         load_checkpoint(path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_without_a_digest_is_of_an_earlier_version(tmp_path: Path) -> None:
+    torch.save({"format": 1, **vars(checkpoint())}, tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=r"c\.pt .* does not end with a digest, .* go on with that version"):
+        load_checkpoint(tmp_path / "c.pt")
 
 
 def test_claim_and_reclaim(tmp_path: Path, small: Callable[..., TrainConfig]) -> None:
@@ -122,17 +128,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_damaged_configuration(tmp_path: Path, damage: str) -> None:
     folder = RunFolder(tmp_path)
     folder.config.write_text(damage)
-    with pytest.raises(ValueError, match=r"config\.json must be a configuration of format 1, but"):
+    with pytest.raises(ValueError, match=r"config\.json(: expected JSON| must be a configuration of format 1, but)"):
         folder.read_config()
 
 
 def test_history_forgets_what_a_kill_took_away(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.read_history(99) == []
-    lines = [EpochResult(step, step / 3, 0.5, 1.0, 0.1, float(step)) for step in (3, 6, 9)]
+    lines = [EpochResult(step, step / 3, 0.5, 1.0, 0.1) for step in (3, 6, 9)]
     folder.write_history(lines)
     assert [json.loads(line)["step"] for line in folder.history.read_text().splitlines()] == [3, 6, 9]
     assert folder.read_history(6) == lines[:2]
     folder.history.write_text('{"step": 3')
-    with pytest.raises(ValueError, match=r"history\.jsonl, line 1 is damaged"):
+    with pytest.raises(ValueError, match=r"history\.jsonl, line 1: expected JSON"):
         folder.read_history(9)

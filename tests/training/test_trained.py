@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from dpkernels.data import ArraySplit, ImageDataset
 from dpkernels.training import RunFolder, TrainConfig, accuracy, load_trained, train
+from tests.damage import one_outcome
 
 Small = Callable[..., TrainConfig]
 
@@ -105,3 +106,84 @@ def test_files_that_no_run_left(small: Small, run: Callable[..., Any], tmp_path:
     save_file(load_file(folder.model), path, metadata=metadata | {"classes": json.dumps(["one", "two"])})
     with pytest.raises(ValueError, match=r"model\.safetensors must hold the weights of linear"):
         load_trained(path)
+
+
+TOLD = {
+    "dataset": "digits",
+    "classes": json.dumps([*"0123456789"]),
+    "input_shape": "[1, 8, 8]",
+    "pixel_range": "[0, 1]",
+    "features": "none",
+    "fingerprint": "",
+    "normalization": "none",
+    "groups": "null",
+    "model": "linear",
+}
+LINEAR = {"2.weight": torch.zeros(10, 64), "2.bias": torch.zeros(10)}
+NORMALIZED = {"1.2.weight": torch.zeros(10, 64), "1.2.bias": torch.zeros(10)}
+PRIVATE = {"normalization": "private"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"classes": "["}, ", classes: expected JSON"),
+        ({"classes": "[" * 100_000}, ", classes: expected JSON"),
+        ({"classes": "null"}, ", classes: expected a list of names, got None"),
+        ({"classes": "5"}, ", classes: expected a list of names, got 5"),
+        ({"classes": "[]"}, ", classes: expected a list of names, got []"),
+        ({"input_shape": "3"}, ", input_shape: expected a list of sizes, got 3"),
+        ({"input_shape": '["a"]'}, ", input_shape: expected a list of sizes, got ['a']"),
+        ({"input_shape": "[1, -8, 8]"}, ", input_shape: expected a list of sizes, got [1, -8, 8]"),
+        ({"input_shape": "[]"}, ", input_shape: expected a list of sizes, got []"),
+        ({"input_shape": "[1, 100000, 100000]"}, "2.weight is float32 10x64 in the file, where float32 10x10000000000"),
+        ({"pixel_range": "7"}, ", pixel_range: expected two numbers, the smaller one first, got 7"),
+        ({"pixel_range": "[0, Infinity]"}, ", pixel_range: expected two numbers"),
+        ({"features": "x"}, ", features: expected one of none, scatternet"),
+        ({"features": "scatternet", "input_shape": "[1, 20000, 20000]"}, "images of more than 262144 pixels"),
+        ({"features": "scatternet-whitened", "input_shape": "[300, 512, 512]"}, "of memory of this machine"),
+        ({"normalization": "zzz"}, ", normalization: expected one of none, group, public, private, got 'zzz'"),
+        ({"normalization": "group", "groups": '"a"'}, ", groups: expected a count or null, got 'a'"),
+        ({"normalization": "group", "groups": "0"}, ", groups: expected a count or null, got 0"),
+        ({"normalization": "group"}, ", groups: expected a number with group normalization and only then"),
+        ({"groups": "3"}, ", groups: expected a number with group normalization and only then"),
+        ({"normalization": "group", "groups": "3"}, "groups must divide channels=1, got 3"),
+        ({"model": "../../etc/passwd"}, "name must be one of linear"),
+        ({"model": "simple_vgg-999999x3-10"}, "is not in the file"),
+        ({"model": "simple_vgg-100000000x3-10"}, "name must be one of linear"),
+        ({"model": "simple_vgg-1x999999-10"}, "name must be of at most 1000 convolutions, got 999999"),
+        ({"model": "resnet50", "input_shape": "[3, 8, 8]"}, "is not in the file"),
+        (PRIVATE, "is not in the file"),
+    ],
+)
+def test_metadata_of_a_stranger(tmp_path: Path, changes: dict[str, str], words: str) -> None:
+    """Refused within a second, and nothing is made of a size that the file only tells of."""
+    path = tmp_path / "model.safetensors"
+    save_file(LINEAR, path, metadata=TOLD)
+    load_trained(path)
+    save_file(LINEAR, path, metadata=TOLD | changes)
+    message = one_outcome(lambda: load_trained(path), "model.safetensors", seconds=1)
+    assert words in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "words"),
+    [
+        ({"x": torch.zeros(1)}, {}, "2.weight, float32 10x64, is not in the file"),
+        (LINEAR | {"2.bias": torch.zeros(11)}, {}, "2.bias is float32 11 in the file, where float32 10 is expected"),
+        (LINEAR | {"2.bias": torch.zeros(10).half()}, {}, "2.bias is F16 10 in the file, where float32 10"),
+        (LINEAR | {"more": torch.zeros(1)}, {}, "more is in the file and not in the model"),
+        (NORMALIZED, PRIVATE, "0.mean, float64 1, is not in the file"),
+    ],
+)
+def test_tensors_of_a_stranger(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], words: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path, metadata=TOLD | metadata)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors must hold the weights of linear for input_shape"
+    ) as caught:
+        load_trained(path)
+    assert words in str(caught.value)

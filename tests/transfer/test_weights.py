@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import copy
+import os
 import pickle
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dpkernels.transfer import load_weights
+from tests.damage import COUNTS, mutations, one_outcome, outcomes
 
 
 def net(classes: int, width: int = 4) -> nn.Sequential:
@@ -119,3 +125,140 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_weights(model, tmp_path / "e.pt")
     with pytest.raises(ValueError, match="no module or parameter 'head'"):
         load_weights(model, tmp_path / "e.pt", fresh=("head",))
+
+
+class Makes:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def archive(path: Path, change: Callable[[dict[str, bytes]], None], compression: int = zipfile.ZIP_STORED) -> None:
+    """A file of torch.save with its parts changed."""
+    torch.save(net(3).state_dict(), path)
+    with zipfile.ZipFile(path) as whole:
+        parts = {name: whole.read(name) for name in whole.namelist()}
+    change(parts)
+    with zipfile.ZipFile(path, "w", compression) as whole:
+        for name, content in parts.items():
+            whole.writestr(name, content)
+
+
+def described(content: bytes) -> Callable[[dict[str, bytes]], None]:
+    """Another pickle that describes the tensors."""
+
+    def change(parts: dict[str, bytes]) -> None:
+        (name,) = (name for name in parts if name.endswith("/data.pkl"))
+        parts[name] = content
+
+    return change
+
+
+def numbers(size: int) -> Callable[[dict[str, bytes]], None]:
+    def change(parts: dict[str, bytes]) -> None:
+        (name,) = (name for name in parts if name.endswith("/data/0"))
+        parts[name] = bytes(size)
+
+    return change
+
+
+def overlapping(path: Path) -> None:
+    """Many entries of the archive's directory lead to the same large part."""
+    archive(path, numbers(2**20))
+    with zipfile.ZipFile(path, "a") as whole:
+        (large,) = (entry for entry in whole.infolist() if entry.file_size == 2**20)
+        for index in range(1000):
+            again = copy.copy(large)
+            again.filename = f"{large.filename}{index}"
+            whole.filelist.append(again)
+        whole._didModify = True
+
+
+BOMBS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "compressed": (lambda path: archive(path, numbers(10**8), zipfile.ZIP_DEFLATED), "it is compressed"),
+    "overlapping": (overlapping, "its parts are larger than the file"),
+    "bytes": (
+        lambda path: archive(path, described(pickle.dumps({"a": Makes(bytearray, 10**11)}, 2))),
+        "it calls __builtin__.bytearray, as files of weights do not",
+    ),
+    "tensor": (
+        lambda path: archive(path, described(pickle.dumps({"a": Makes(torch.FloatTensor, 10**11)}, 2))),
+        "it calls torch.FloatTensor",
+    ),
+    "texts": (
+        lambda path: archive(path, described(pickle.dumps({"a": Makes(codecs.encode, "a" * 10**6, "latin1")}, 2))),
+        "it calls _codecs.encode",
+    ),
+    "instructions": (
+        lambda path: archive(path, described(b"\x80\2" + b"]0" * 600_000 + b".")),
+        "more than 1,048,576 instructions",
+    ),
+    "another protocol": (lambda path: archive(path, described(pickle.dumps({"a": OrderedDict()}, 4))), "protocol"),
+    "legacy": (lambda path: path.write_bytes(pickle.dumps({"a": Makes(bytearray, 10**11)}, 2)), "bytearray"),
+    "not ended": (lambda path: path.write_bytes(b"\x80\2" + b"]" * 10**6), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_small_files_take_little_memory(tmp_path: Path, kind: str) -> None:
+    make, words = BOMBS[kind]
+    make(tmp_path / "a.pt")
+    assert words in one_outcome(lambda: load_weights(net(3), tmp_path / "a.pt"), "a.pt", seconds=15)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+def test_what_is_no_file(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    {"FIFO": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
+    assert f"{name}: expected a regular file, got a {kind}" in one_outcome(lambda: load_weights(net(3), path), name)
+
+
+def test_files_of_old_versions_are_read(tmp_path: Path) -> None:
+    public, private = net(3), net(3)
+    torch.save(public.state_dict(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    assert load_weights(private, tmp_path / "a.pt", fresh=()).complete
+    assert torch.equal(private[3].weight, public[3].weight)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [torch.zeros(4, 1, 3, 3).to_sparse(), torch.zeros(4, 1, 3, 3) * 1j, torch.zeros(4, 1, 3, 3, device="meta")],
+)
+def test_only_plain_tensors_are_weights(tmp_path: Path, strange: torch.Tensor) -> None:
+    torch.save(net(3).state_dict() | {"0.weight": strange}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt must hold plain real tensors, got others in 0\.weight"):
+        load_weights(net(3), tmp_path / "a.pt")
+
+
+FILES: dict[str, tuple[str, Callable[[nn.Module, Path], None]]] = {
+    "safetensors": ("a.safetensors", lambda model, path: save_model(model, str(path))),
+    "torch": ("a.pt", lambda model, path: torch.save(model.state_dict(), path)),
+    "torch before 1.6": (
+        "a.pt",
+        lambda model, path: torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False),
+    ),
+}
+
+
+@COUNTS
+@pytest.mark.parametrize("kind", FILES)
+def test_damaged_files(tmp_path: Path, kind: str, count: int) -> None:
+    name, save = FILES[kind]
+    path = tmp_path / name
+    save(net(3), path)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        load_weights(net(3), path)
+
+    good = path.read_bytes()
+    read(good)
+    counts, wrong = outcomes(read, mutations(good, count), name)
+    assert not wrong, wrong[:10]
+    assert sum(counts.values()) == count
+    assert counts["refused"]
