@@ -74,7 +74,8 @@ $(STAMPS)/cuda: $(STAMPS)/environment pyproject.toml setup.py $(shell find csrc 
 	@DPKERNELS_CUDA=1 $(PIP) --no-build-isolation . || { echo "dpkernels: the build failed; the reason is above" >&2; exit 1; }
 	@touch $@
 
-# The extras of the dpkernels that is installed already.
+# The extras of the dpkernels that is installed already, and of torchvision the release that fits the torch that is there.
 $(STAMPS)/test $(STAMPS)/lint: $(STAMPS)/build
-	@$(PIP) 'dpkernels[$(@F)]'
+	@$(BIN)/python -c "import torch; print('torch==' + torch.__version__)" > $(STAMPS)/torch.txt
+	@$(PIP) --constraint $(STAMPS)/torch.txt 'dpkernels[$(@F)]'
 	@touch $@

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.zoo.torchvision_operators import define_missing
 from dpkernels import _native
 from dpkernels.data import ImageDataset, load_dataset
 from dpkernels.training import TrainConfig, resolve
+
+define_missing()  # transformers imports torchvision where it finds it
 
 # Where several workers of pytest-xdist share the CPUs, none takes more threads than its part, nor do its processes.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ and "OMP_NUM_THREADS" not in os.environ:

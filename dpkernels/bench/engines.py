@@ -1,13 +1,14 @@
 """What is measured: an ordinary step of training, dpkernels' private one, and those of peers.
 
-An engine takes a model, examples [batch, ...] and labels [batch], and returns a function that makes one step:
-zero_grad, forward, backward, clip, noise, update.
+An engine takes a model, examples [batch, ...], labels [batch, ...] and what computes one loss per example of them, and
+returns a function that makes one step: zero_grad, forward, backward, clip, noise, update.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +18,27 @@ from dpkernels.optim import DPSGD
 
 BOUND, SIGMA, LR, MOMENTUM = 0.1, 1.0, 0.01, 0.9
 Step = Callable[[], None]
+Losses = Callable[[Callable[..., Any], Tensor, Tensor], Tensor]  # (model, x, y) -> one loss per example
 
 
-def ordinary(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+def cross_entropy(model: Callable[..., Any], x: Tensor, y: Tensor) -> Tensor:
+    """Of a classifier."""
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def ordinary(model: nn.Module, x: Tensor, y: Tensor, losses: Losses = cross_entropy) -> Step:
     """torch's own step, without privacy."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        losses(model, x, y).mean().backward()
         optimizer.step()
 
     return step
 
 
-def private(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+def private(model: nn.Module, x: Tensor, y: Tensor, losses: Losses = cross_entropy) -> Step:
     """dpkernels' step."""
     optimizer = DPSGD(
         model,
@@ -44,13 +51,13 @@ def private(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        optimizer.backward(F.cross_entropy(model(x), y, reduction="none"))
+        optimizer.backward(losses(model, x, y))
         optimizer.step()
 
     return step
 
 
-def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor, losses: Losses = cross_entropy) -> Step:
     """Opacus with per-example gradients from hooks."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
@@ -65,13 +72,13 @@ def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
+        losses(wrapped, x, y).mean().backward()
         optimizer.step()
 
     return step
 
 
-def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor, losses: Losses = cross_entropy) -> Step:
     """Opacus with ghost clipping."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
@@ -84,26 +91,39 @@ def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor) -> Step:
         max_grad_norm=BOUND,
         expected_batch_size=len(x),
     )
-    criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+    criterion = DPLossFastGradientClipping(wrapped, optimizer, _Criterion(losses))
 
     def step() -> None:
         optimizer.zero_grad()
-        criterion(wrapped(x), y).backward()
+        criterion(wrapped, x, y).backward()
         optimizer.step()
 
     return step
 
 
-def vmap(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+class _Criterion:
+    """Losses as Opacus wants them, which reads their reduction and then asks for none."""
+
+    def __init__(self, losses: Losses) -> None:
+        self.losses, self.reduction = losses, "mean"
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return self.losses(model, x, y)
+
+
+def vmap(model: nn.Module, x: Tensor, y: Tensor, losses: Losses = cross_entropy) -> Step:
     """Per-example gradients from torch.func, clipped and summed in plain torch."""
     from torch.func import functional_call, grad
     from torch.func import vmap as over_examples
 
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def loss(parameters: dict[str, Tensor], one_x: Tensor, one_y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, parameters, (one_x[None],)), one_y[None])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(model, parameters, args, kwargs)
+
+        return losses(call, one_x[None], one_y[None]).sum()
 
     per_example = over_examples(grad(loss), in_dims=(None, 0, 0), randomness="different")
 
@@ -119,7 +139,13 @@ def vmap(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
-ENGINES: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
+class Engine(Protocol):
+    """What makes the step of an engine."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, losses: Losses = ..., /) -> Step: ...
+
+
+ENGINES: dict[str, Engine] = {
     "ordinary": ordinary,
     "dpkernels": private,
     "opacus-hooks": opacus_hooks,

@@ -99,7 +99,7 @@ def _measure(engines: Sequence[str], tasks: Sequence[Task]) -> Iterator[StepResu
                 rows,
                 ordinary_extra_mib=ordinary_mib,
                 speed_up=speed_up,
-                **figures,  # type: ignore[arg-type]
+                **figures,
             )
 
 

@@ -9,9 +9,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -51,15 +53,19 @@ class WorkerError(RuntimeError):
     """A process that measured nothing; says why."""
 
 
-def run(task: Task) -> dict[str, float]:
+def run(task: Any, module: str = "dpkernels.bench.worker") -> Any:
     """The figures of a task, measured in a process of its own.
+
+    Args:
+        task: a dataclass that JSON can hold: a :class:`Task`, or what another module's `main` reads.
+        module: whose `main` measures it, in this package's folder or in its checkout.
 
     Raises:
         WorkerError: the process failed or was killed.
     """
     root = Path(__file__).parents[2]  # so that the process imports this very package
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "dpkernels.bench.worker", json.dumps(dataclasses.asdict(task))],
+        [sys.executable, "-W", "ignore", "-m", module, json.dumps(dataclasses.asdict(task))],
         capture_output=True,
         text=True,
         check=False,
@@ -69,28 +75,38 @@ def run(task: Task) -> dict[str, float]:
         raise WorkerError(f"killed by signal {-process.returncode}")
     if process.returncode:
         raise WorkerError((process.stderr.strip().splitlines() or ["no message"])[-1][:200])
-    figures: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
-    return figures
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def time_pair(task: Task) -> dict[str, float]:
     """Median milliseconds of both steps, and the quartiles of the ratios of neighbours."""
-    ordinary, private = task.step("ordinary"), task.step(task.engine)
-    for _ in range(WARM_UP):
-        ordinary()
-        private()
-    times: list[tuple[float, float]] = []
-    start = task.now()
-    while len(times) < LEAST_PAIRS or time.perf_counter() - start < task.seconds:
-        t0 = task.now()
-        ordinary()
-        t1 = task.now()
-        private()
-        times.append((t1 - t0, task.now() - t1))
+    times = interleaved([task.step("ordinary"), task.step(task.engine)], task.now, seconds=task.seconds)
     return summary(times)
 
 
-def summary(times: list[tuple[float, float]]) -> dict[str, float]:
+def interleaved(
+    steps: Sequence[Step],
+    now: Callable[[], float] = time.perf_counter,
+    *,
+    seconds: float = 0.0,
+    rounds: int = LEAST_PAIRS,
+) -> list[tuple[float, ...]]:
+    """Seconds of each step in rounds in which all take turns: for some time, and in a number of rounds at least."""
+    for _ in range(WARM_UP):
+        for step in steps:
+            step()
+    times: list[tuple[float, ...]] = []
+    start = now()
+    while len(times) < rounds or time.perf_counter() - start < seconds:
+        marks = [now()]
+        for step in steps:
+            step()
+            marks.append(now())
+        times.append(tuple(after - before for before, after in pairwise(marks)))
+    return times
+
+
+def summary(times: Sequence[tuple[float, ...]]) -> dict[str, float]:
     """What is reported of pairs of seconds, ordinary and private, at least two."""
     low, middle, high = statistics.quantiles((private / ordinary for ordinary, private in times), n=4)
     return {
@@ -108,10 +124,14 @@ def peak_memory(task: Task) -> dict[str, float]:
     tells none."""
     if task.device != "cpu":
         return _device_memory(task)
+    return resident_memory(task.step(task.engine))
+
+
+def resident_memory(step: Step) -> dict[str, float]:
+    """MiB by which resident memory rises in a few steps; no figure where the system tells none."""
     status = Path("/proc/self/status")
     if not status.exists():
         return {}
-    step = task.step(task.engine)
     with contextlib.suppress(OSError):  # forget the peak of building the model
         Path("/proc/self/clear_refs").write_text("5")
     before = _mib(status, "VmRSS")

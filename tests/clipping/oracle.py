@@ -32,11 +32,16 @@ def one_example_loop(
     return total, norms
 
 
-def deviation(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Largest difference of a parameter's sums, relative to that parameter's largest entry."""
+def deviation(got: dict[str, Tensor], want: dict[str, Tensor], *, floor: float = 0.0) -> float:
+    """Largest difference of a parameter's sums, relative to that parameter's largest entry.
+
+    floor: that entry counts as no less than this part of the largest of all; where some gradients are zero but for
+    rounding, such as that of a bias before a softmax.
+    """
     assert got.keys() == want.keys()
     some = [k for k in want if want[k].numel()]
-    return max(float((got[k] - want[k]).abs().max() / want[k].abs().max().clamp_min(1e-12)) for k in some)
+    least = max(1e-12, floor * max(float(want[k].abs().max()) for k in some))
+    return max(float((got[k] - want[k]).abs().max() / want[k].abs().max().clamp_min(least)) for k in some)
 
 
 def assert_equals_the_loop(

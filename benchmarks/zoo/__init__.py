@@ -1,0 +1,1 @@
+"""Models that other people wrote, trained privately as they are: time, memory and exactness. See docs/zoo.md."""
