@@ -366,6 +366,7 @@ class Meetings:
 
     def __init__(self, graph: Graph, parameters: Collection[int], rows: int | None, constants: frozenset[int]) -> None:
         shared: set[int] = set()
+        perhaps: set[int] = set()  # shared, or each example's own copy
         self._met: dict[Any, None] = {}
         for number in _children_first(graph):
             node, below = graph.nodes[number], [child for child, _ in graph.children[number]]
@@ -373,10 +374,13 @@ class Meetings:
             if leaf is not None:
                 shared |= {number} if id(leaf) in parameters else set()
             elif any(child in shared for child in below):
-                only = all(child < 0 or child in shared for child in below)
+                copied = len(below) > 1 and any(child in perhaps for child in below)
+                only = not copied and all(child < 0 or child in shared for child in below)
                 brings = _brings_batch(graph, number, kind, rows, constants) if only else True
                 if not brings:
                     shared.add(number)
+                if brings is None or (not brings and any(child in perhaps for child in below)):
+                    perhaps.add(number)
                 if brings is not False:
                     self._met[node] = None
             elif kind in VIEWS and graph.nodes[below[0]] in self._met:
