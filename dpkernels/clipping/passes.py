@@ -99,9 +99,10 @@ class Pass:
                 )
 
     def _record(self, use: Use, operands: tuple[Operand, ...], grads: Sequence[Tensor | None]) -> Record:
-        node, owner = self.graph.nodes[use.node], _owner(use, 0)
+        node, owners = self.graph.nodes[use.node], [_owner(use, output) for output in range(len(grads))]
         shapes = {operand.name: operand.shape for operand in operands}
-        if use.rule is None or grads[0] is None or owner is None or not use.rule.serves(node, shapes, owner):
+        owner = use.rule.owner(owners, grads) if use.rule is not None else None
+        if use.rule is None or owner is None or not use.rule.serves(node, shapes, owner):
             return self._own_backward(use, operands, grads)
         record = use.rule.record(node, [grads[0]] if len(grads) == 1 else grads, shapes, owner)
         if isinstance(use.rule, SelectedRule):

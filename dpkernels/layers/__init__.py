@@ -7,6 +7,7 @@ from dpkernels.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from dpkernels.layers.linear import LeftLinearRule, LinearRule
 from dpkernels.layers.norm import ChannelNormRule, FixedNormRule, PositionNormRule
 from dpkernels.layers.ownership import Ownership
+from dpkernels.layers.recurrent import LSTMRule
 from dpkernels.layers.skinny import SkinnyLinearRule
 from dpkernels.layers.sparse import SelectedRule
 
@@ -21,6 +22,7 @@ RULES: list[Rule] = [
     FixedNormRule(),
     EmbeddingRule(),
     EmbeddingBagRule(),
+    LSTMRule(),
     BroadcastRule(),
 ]
 

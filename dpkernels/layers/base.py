@@ -60,6 +60,10 @@ class Rule(ABC):
 
     nodes: ClassVar[dict[str, dict[int, str]]] = {}
 
+    def owner(self, owners: Sequence[Ownership | None], grads: Sequence[Tensor | None]) -> Ownership | None:
+        """Whose the rows are, of those of the node's outputs; None where the rule takes no such gradients."""
+        return owners[0] if grads[0] is not None else None
+
     def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
         """Whether :meth:`record` can be called; else the node's own backward runs for each example.
 

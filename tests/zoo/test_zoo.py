@@ -15,7 +15,6 @@ from benchmarks.zoo.models import FULL, MODELS, SMALL, missing
 #: are bounded and not computed. A wrong gradient is off by more than 1e-3.
 TOLERANCE = 1e-6
 CASES = [(name, rows) for name, model in MODELS.items() for rows in (ROWS, *model.examples.coincident)]
-KNOWN = pytest.mark.xfail(reason="parameters joined with a buffer are taken for rows of the batch", strict=True)
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +33,7 @@ def require(name: str) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [pytest.param(*case, marks=KNOWN if case[0] in ("beit", "eva02-tiny") else ()) for case in CASES],
-)
+@pytest.mark.parametrize(("name", "rows"), CASES)
 def test_gradients_are_those_of_single_examples(name: str, rows: int) -> None:
     """Also where a batch has as many examples as an example has positions. Both doors: losses, and their mean."""
     require(name)
