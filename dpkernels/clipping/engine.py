@@ -20,7 +20,18 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from dpkernels.clipping import loss, rounding
-from dpkernels.clipping.graph import Graph, Meetings, Operand, Plan, UncapturedError, Use, leaf_of, make_plan, read
+from dpkernels.clipping.graph import (
+    Graph,
+    Meetings,
+    Operand,
+    Plan,
+    UncapturedError,
+    Use,
+    chooses_by_data,
+    leaf_of,
+    make_plan,
+    read,
+)
 from dpkernels.clipping.passes import Pass
 from dpkernels.clipping.patch import patch
 from dpkernels.clipping.proof import Root, assume_usual, prove
@@ -271,7 +282,8 @@ class GhostClipper:
         again = plan.steps & (plan.steps - 1) == 0  # two examples may have shared a tag
         switched = any(bool(graph.nodes[n]._saved_training) != training for n, training in plan.switches)
         known = shapes in plan.shapes and all(use.settled for use in plan.uses)
-        if self.proving and (again or switched or plan.routes or not known):
+        routed = any(chooses_by_data(graph.nodes[n]) for n in plan.routes)
+        if self.proving and (again or switched or routed or not known):
             self._prove(graph, plan, roots, batch)
         return plan
 

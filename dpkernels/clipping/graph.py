@@ -311,10 +311,17 @@ def _constant(tensor: torch.Tensor, constants: frozenset[int]) -> bool:
         return True
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return False
-    line = tensor.squeeze()
+    line = tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())].squeeze()
     if line.dim() == 1:  # consecutive
         return bool((line.diff() == 1).all())
     return line.dim() == 2 and bool((line[1:, 1:] == line[:-1, :-1]).all())  # a function of the difference of two
+
+
+def chooses_by_data(node: Any) -> bool:
+    """Whether a node of :data:`ROUTING` has an index that may depend on examples: one that is more than positions."""
+    index = getattr(node, "_saved_indices", getattr(node, "_saved_index", None))
+    tensors = [t for t in (index if isinstance(index, (tuple, list)) else [index]) if t is not None]
+    return not tensors or _data(tensors, frozenset())
 
 
 def _use(

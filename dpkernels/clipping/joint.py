@@ -32,13 +32,17 @@ class Part(NamedTuple):
 
 
 def join(parts: list[Part]) -> list[Part]:
-    """The uses of a parameter, as one where that is possible: its norm is of the very numbers that its sum adds."""
-    first = parts[0]
-    same = all(
-        p.record.rule is first.record.rule and p.moves == first.moves and p.operand == first.operand for p in parts
-    )
-    one = first.record.rule.joined([p.record for p in parts], first.operand) if same else None
-    return parts if one is None else [first._replace(record=one)]
+    """The uses of a parameter, of one kind as one where that is possible: its norm is of the very numbers that its sum
+    adds."""
+    alike: dict[tuple[int, str, tuple[Move, ...]], list[Part]] = {}
+    for part in parts:
+        alike.setdefault((id(part.record.rule), part.operand, part.moves), []).append(part)
+    joined: list[Part] = []
+    for first, *others in alike.values():
+        records = [first.record, *(part.record for part in others)]
+        one = first.record.rule.joined(records, first.operand) if others else None
+        joined += [first, *others] if one is None else [first._replace(record=one)]
+    return joined
 
 
 def squared_norms(parts: list[Part], batch: int) -> Tensor:

@@ -33,6 +33,11 @@ _LOCAL: dict[str, dict[int, _Local]] = {
         0: lambda node, g: g.where(node._saved_condition, g.new_zeros(())),
         1: lambda node, g: g.where(~node._saved_condition, g.new_zeros(())),
     },
+    "Addcmul": {
+        0: lambda node, g: g,
+        1: lambda node, g: g * node._saved_tensor2 * node._saved_value,
+        2: lambda node, g: g * node._saved_tensor1 * node._saved_value,
+    },
     "Expand": {0: lambda node, g: g},
     "Repeat": {0: lambda node, g: g},
     "PreluKernel": {1: lambda node, g: g * node._saved_self.clamp_max(0)},
@@ -47,10 +52,12 @@ class BroadcastRule(StoredRule):
     }
 
     def serves(self, node: Any, shapes: dict[str, tuple[int, ...]], owner: Ownership) -> bool:
-        dims = len(node._input_metadata[0].shape)
-        if "Repeat" in node.name():  # a vector, once for each example
+        whole = tuple(node._input_metadata[0].shape)
+        dims = len(whole)
+        if "Repeat" in node.name():  # the operand, once for each example
             (shape,) = shapes.values()
-            return len(shape) == dims == 1 and (owner.outer, owner.inner) == (1, shape[0])
+            one = shape if dims == len(shape) else (1, *shape)
+            return owner == Ownership(owner.batch, 0, 1, one[0]) and whole == (owner.batch * one[0], *one[1:])
         return all(dims - len(s) > owner.dim or s[owner.dim - dims] == 1 for s in shapes.values())
 
     def record(

@@ -113,6 +113,21 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         s=weight(),
         head=head(),
     ),
+    "scaled and shifted at once": lambda: Net(
+        lambda m, x: m.head(torch.addcmul(m.p, m.s, x.tanh(), value=0.5).square().mean(1)),
+        p=weight(1, 1, 5),
+        s=weight(5),
+        head=head(),
+    ),
+    "repeated for each example": lambda: Net(
+        lambda m, x: m.head(torch.tanh(x + m.inner(m.p).repeat(len(x), 1).view(len(x), TIME, 5)).mean(1)),
+        p=weight(TIME, 5),
+        inner=nn.Linear(5, 5),
+        head=head(),
+    ),
+    "repeated to a dimension of examples": lambda: Net(
+        lambda m, x: m.head(torch.tanh(x + m.p.repeat(len(x), 1, 1)).mean(1)), p=weight(TIME, 5), head=head()
+    ),
     "bias in parts": lambda: Net(part_bias, w=weight(6, 5), q=weight(2), k=torch.zeros(2), v=weight(2), head=head(6)),
     "class token": lambda: Net(prompt, p=weight(1, 5), inner=nn.Linear(5, 5), head=head()),
     "prompt of three": lambda: Net(prompt, p=weight(3, 5), inner=nn.Linear(5, 5), head=head()),

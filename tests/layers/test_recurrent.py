@@ -43,7 +43,7 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("batch", "time"), [(5, 7), (4, 4), (1, 3), (3, 1), (2, 8)])
-@pytest.mark.parametrize(("used", "name"), itertools.product(("outputs", "last output", "states"), LAYERS))
+@pytest.mark.parametrize(("used", "name"), list(itertools.product(("outputs", "last output", "states"), LAYERS)))
 def test_equals_the_one_example_loop(used: str, name: str, batch: int, time: int) -> None:
     model = Recurrent(used, **LAYERS[name])
     x, y = torch.randn(batch, time, FEATURES), torch.arange(batch) % CLASSES
