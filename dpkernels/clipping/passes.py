@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -145,6 +146,12 @@ class Pass:
 
     def _own_backward(self, use: Use, operands: tuple[Operand, ...], grads: Sequence[Tensor | None]) -> Record:
         """The gradients of the operands by the node's own backward, for one example's rows at a time."""
+        if self.batch > 1:
+            warnings.warn(
+                f"dpkernels has no rule for parameters of {use.kind} as they are used here: its backward runs once for "
+                "each example, which is exact but slow. dpkernels.layers.register() takes a rule (docs/rules.md)",
+                stacklevel=2,
+            )
         node = self.graph.nodes[use.node]
         given = [(output, g) for output, g in enumerate(grads) if g is not None]
         edges = [gradient_edge(self.graph, operand.edge) for operand in operands]

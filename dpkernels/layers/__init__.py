@@ -1,6 +1,9 @@
-"""Operations that parameters enter: their per-example norms and clipped sums. :data:`RULES` lists them all."""
+"""Operations that parameters enter: their per-example norms and clipped sums.
 
-from dpkernels.layers.base import STORED, Record, Rule, stored
+:data:`RULES` lists them all; :func:`register` adds one of a user's own (docs/rules.md).
+"""
+
+from dpkernels.layers.base import STORED, Record, Rule, StoredRule, stored
 from dpkernels.layers.broadcast import BroadcastRule
 from dpkernels.layers.conv import ConvRule
 from dpkernels.layers.embedding import EmbeddingBagRule, EmbeddingRule
@@ -26,4 +29,22 @@ RULES: list[Rule] = [
     BroadcastRule(),
 ]
 
-__all__ = ["RULES", "STORED", "Ownership", "Record", "Rule", "SelectedRule", "stored"]
+
+def register(rule: Rule) -> None:
+    """Take ``rule`` before all others, for graphs that are seen from now on.
+
+    Raises:
+        TypeError: it is no instance of a :class:`Rule`.
+        ValueError: its ``nodes`` are empty, so that it would serve nothing.
+    """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule must be an instance of a dpkernels.layers.Rule, got {rule!r}")
+    if not any(rule.nodes.values()):
+        raise ValueError(
+            f"{type(rule).__name__}.nodes is empty: name the autograd nodes that it serves and their operands, such as "
+            '{"Mm": {1: "weight"}}'
+        )
+    RULES.insert(0, rule)
+
+
+__all__ = ["RULES", "STORED", "Ownership", "Record", "Rule", "SelectedRule", "StoredRule", "register", "stored"]
