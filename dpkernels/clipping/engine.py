@@ -204,6 +204,7 @@ class GhostClipper:
                 "create_graph=True. For gradients of other tensors call torch.autograd.grad(loss, tensors, ...)."
             )
         graph = read([node for node, _ in roots])
+        self._require_owned(graph)
         foreign = [leaf for leaf in map(leaf_of, graph.nodes) if leaf is not None and not self.owns(leaf)]
         others = [leaf for leaf in foreign if not isinstance(leaf, nn.Parameter)]
         keep = bool(options["retain_graph"])
@@ -351,6 +352,10 @@ class GhostClipper:
                 f"no gradient reached {', '.join(missing)}: the losses do not depend on "
                 f"{'it' if len(missing) == 1 else 'them'}. Freeze what is not used with requires_grad_(False)."
             )
+        self._require_owned(graph)
+
+    def _require_owned(self, graph: Graph) -> None:
+        """Refuse trainable parameters that are not clipped: nothing would bound their gradients."""
         for node in graph.nodes:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad and id(leaf) not in self._parameters:

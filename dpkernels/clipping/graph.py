@@ -24,6 +24,7 @@ from dpkernels.layers import RULES, Ownership, Rule, SelectedRule
 from dpkernels.layers.conv import ConvRule
 from dpkernels.layers.linear import LinearRule
 from dpkernels.layers.moves import Move, Permuted, Picked, Reshaped, move
+from dpkernels.layers.standardized import Standardization
 
 Shape = tuple[int, ...]
 Edge = tuple[int, int]  # (number of the node, which of its outputs)
@@ -114,6 +115,7 @@ class Operand:
     parameters: tuple[int, ...]  # ids; several, or one that is computed from, unless ``moves`` is given
     moves: tuple[Move, ...] | None = None  # from the one parameter
     picked: int | None = None  # the node whose index says which entries of the operand are the parameter's
+    standardized: Standardization | None = None
 
 
 @dataclass(eq=False)
@@ -333,12 +335,34 @@ def _use(
     for position, edge in mine:
         value, shape = shared[edge[0]], _edge_shape(graph, edge)
         name = rule.nodes[kind][position] if rule is not None else f"operand {position}"
-        operands.append(
-            Operand(name, position, edge, shape, value.parameters, _moves(graph, edge, value), value.picked)
-        )
+        moves = _moves(graph, edge, value)
+        standardized = _standardization(graph, edge, shared) if moves is None else None
+        operands.append(Operand(name, position, edge, shape, value.parameters, moves, value.picked, standardized))
     if any(operand.picked is not None for operand in operands):
         rule, operands = _selected(rule, kind, operands)
     return Use(number, kind, rule, tuple(operands), len(node._input_metadata), optional)
+
+
+def _standardization(graph: Graph, edge: Edge, shared: dict[int, _Shared]) -> Standardization | None:
+    """The batch normalization of a parameter's rows that an operand of its shape comes from, if it does."""
+
+    def source(number: int) -> int:
+        while leaf_of(graph.nodes[number]) is None and kind_of(graph.nodes[number]) in VIEWS:
+            number = graph.children[number][0][0]
+        return number
+
+    norm = source(edge[0])
+    if leaf_of(graph.nodes[norm]) is not None or kind_of(graph.nodes[norm]) != "NativeBatchNorm":
+        return None
+    weight, gain, offset = graph.children[norm]
+    leaf = leaf_of(graph.nodes[source(weight[0])]) if weight[0] >= 0 else None
+    if leaf is None or offset[0] >= 0 or not graph.nodes[norm]._saved_training:
+        return None
+    of_gain = shared[gain[0]].parameters if gain[0] >= 0 else ()
+    rows = (1, len(leaf), leaf.numel() // len(leaf))
+    if tuple(leaf.shape) != _edge_shape(graph, edge) or shape_of(graph.nodes[norm]) != rows or id(leaf) in of_gain:
+        return None
+    return Standardization(norm, id(leaf), gain if gain[0] >= 0 else None, of_gain)
 
 
 def _selected(rule: Rule | None, kind: str, operands: list[Operand]) -> tuple[Rule | None, list[Operand]]:

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dpkernels.clipping import joint
-from dpkernels.clipping.graph import Graph, Operand, Plan, UncapturedError, Use, gradient_edge
+from dpkernels.clipping.graph import Edge, Graph, Operand, Plan, UncapturedError, Use, gradient_edge
 from dpkernels.clipping.products import require_apart
 from dpkernels.clipping.proof import Root
 from dpkernels.clipping.saved import readable_twice
 from dpkernels.layers import STORED, Ownership, Record, SelectedRule, stored
 from dpkernels.layers.moves import pull
+from dpkernels.layers.standardized import STANDARDIZED, Standardization
 
 
 class Pass:
@@ -84,7 +85,10 @@ class Pass:
                 record = self._record(use, (operand,), grads)
                 self._require_known(use, record)
                 self._observe(record, (operand,))
-                self._pull_back(operand, record)
+                if operand.standardized is not None and STANDARDIZED.fits(record):
+                    self._standardized(operand.standardized, record)
+                else:
+                    self._pull_back(operand, record)
 
     def _require_known(self, use: Use, record: Record) -> None:
         """Where gradients were too small to prove whose rows are whose, any owner gives the same sums, unless something
@@ -124,18 +128,34 @@ class Pass:
             squared = record.rule.squared_norms(record, frozenset(name for _, _, name in own))
             self._own.append((record, own, squared))
 
+    def _standardized(self, about: Standardization, record: Record) -> None:
+        """Take the record of a convolution by a standardized weight, whose norm and sum have a closed form."""
+        node = self.graph.nodes[about.node]
+        of_weight, of_gain = STANDARDIZED.of(record, self._leaf(about.parameter), node._saved_weight, node._saved_eps)
+        self._add(of_weight, "weight", about.parameter)
+        if about.gain is not None:
+            self._pull_to(about.gain, about.of_gain, of_gain)
+
     def _pull_back(self, operand: Operand, record: Record) -> None:
         """Take the gradients of a computed operand back to its parameters, through what computed it."""
         grads = record.rule.gradients(record, operand.name).reshape(self.batch, *operand.shape)
-        edge = gradient_edge(self.graph, operand.edge)
-        leaves = [self._leaf(p) for p in operand.parameters]
-        for parameter, gradient in zip(operand.parameters, _batched(edge, leaves, grads), strict=True):
-            part = stored("gradient", gradient)
-            if parameter in self.plan.shared_uses:
-                self._shared[parameter].append(joint.Part(part, "gradient", ()))
-            else:
-                squared = part.rule.squared_norms(part, frozenset({"gradient"}))
-                self._own.append((part, [(None, parameter, "gradient")], squared))
+        self._pull_to(operand.edge, operand.parameters, grads)
+
+    def _pull_to(self, edge: Edge, parameters: Sequence[int], grads: Tensor) -> None:
+        """Take the gradients [batch, *value] of the value at an edge back to the parameters that it depends on."""
+        leaves = [self._leaf(p) for p in parameters]
+        for parameter, gradient in zip(
+            parameters, _batched(gradient_edge(self.graph, edge), leaves, grads), strict=True
+        ):
+            self._add(stored("gradient", gradient), "gradient", parameter)
+
+    def _add(self, record: Record, operand: str, parameter: int) -> None:
+        """Take a record of one parameter's gradients."""
+        if parameter in self.plan.shared_uses:
+            self._shared[parameter].append(joint.Part(record, operand, ()))
+        else:
+            squared = record.rule.squared_norms(record, frozenset({operand}))
+            self._own.append((record, [(None, parameter, operand)], squared))
 
     def _leaf(self, parameter: int) -> Tensor:
         return next(

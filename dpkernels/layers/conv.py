@@ -93,4 +93,4 @@ class ConvRule(Rule):
 
 
 def _settings(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in record.settings.items() if name != "lifted"}
+    return {name: value for name, value in record.settings.items() if name not in ("lifted", "what")}
