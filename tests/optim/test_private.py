@@ -390,7 +390,7 @@ def test_the_state_holds_no_key() -> None:
     loader = PoissonLoader(batch(100), a_plan(), optimizer=optimizer)
     for of in (optimizer, loader):
         for duplicate in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(TypeError, match="cannot be copied or pickled.*state_dict"):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict"):
                 duplicate(of)
 
 
