@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpkernels.clipping import GhostClipper, UnsupportedModelError
@@ -91,12 +91,18 @@ def test_autocast_keeps_the_dtype(name: str) -> None:
     assert deviation(result.grads, expected) < 0.15
 
 
+class NormAndRelu(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
         (nn.BatchNorm2d(4), r"0: batch norm in training mode .* dpkernels\.models\.replace_batch_norm"),
         (nn.BatchNorm2d(4, affine=False), "0: batch norm in training mode"),
         (nn.SyncBatchNorm(4), "0: batch norm in training mode"),
+        (NormAndRelu(4), "0: batch norm in training mode"),
         (nn.BatchNorm2d(4, track_running_stats=False).eval(), "0: batch norm without running statistics"),
         (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), "0: instance norm with running statistics"),
         (nn.InstanceNorm2d(4, affine=True, track_running_stats=True).eval(), "track_running_stats=False"),

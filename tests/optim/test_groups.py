@@ -189,6 +189,35 @@ def test_a_refused_group_leaves_the_groups_as_they_were() -> None:
     assert optimizer.step()
 
 
+OUTSIDE: dict[str, Callable[[nn.Module, nn.Linear, Tensor], Tensor]] = {
+    "behind the model": lambda net, head, x: head(net(x)),
+    "beside the model": lambda net, head, x: net(x) + head(x[:, :3]),
+    "as a scale": lambda net, head, x: net(x) * head.bias,
+    "as an offset of nothing": lambda net, head, x: net(x) + 0 * head.bias,
+}
+
+
+@pytest.mark.parametrize("ordinary", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_a_layer_outside_of_the_model_gets_no_gradient(place: str, kind: str, ordinary: bool) -> None:
+    """Its own optimizer would apply it raw: the backward raises before any p.grad is there, and no step follows."""
+    net, head, (x, y) = model(), nn.Linear(3, 3), batch()
+    optimizer = make(kind, net, plan=planned(), noise_multiplier=None, batch_size=None, max_grad_norm=1.0)
+    before = copy.deepcopy(net.state_dict())
+    losses = nn.functional.cross_entropy(OUTSIDE[place](net, head, x), y, reduction="none")
+    words = r"outside of the model that is clipped.*freeze it"
+    with pytest.raises(RuntimeError, match=rf"{words}|backward\(losses\)" if ordinary else words):
+        losses.mean().backward() if ordinary else optimizer.backward(losses)
+    assert all(p.grad is None for m in (net, head) for p in m.parameters())
+    with pytest.raises(RuntimeError, match="needs a backward"):
+        optimizer.step()
+    assert unchanged(optimizer, before)
+    head.requires_grad_(False)  # as the message says
+    optimizer.backward(nn.functional.cross_entropy(OUTSIDE[place](net, head, x), y, reduction="none"))
+    assert optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam", "wrapped"])
 def test_a_parameter_is_listed_once(kind: str) -> None:
     """Its sum would be released twice, with independent noise, and the mean of both has less."""
