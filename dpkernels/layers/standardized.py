@@ -6,7 +6,8 @@ gives
     s / sqrt(variance + eps) P c,   P c = c - mean(c) - what mean(c what)
 
 of W and ``c . what`` of s. P is the same for all examples, so that a clipped sum is taken of scaled c by the
-convolution and goes through P once, in float64. Its norm needs two numbers of c more, in each channel, with r = mean(what^2):
+convolution and goes through P once, in float64. Its norm needs two numbers of c more, in each channel, with
+r = mean(what^2):
 
     ||P c||^2 = ||c||^2 - sum(c)^2 / N - (2 - r) (c . what)^2 / N
 
