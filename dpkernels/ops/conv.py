@@ -106,8 +106,8 @@ def conv_clipped_sums(
 
 
 def _tf32(input: Tensor) -> bool:
-    """Whether products may be rounded to TF32: torch's own setting, which is of CUDA alone."""
-    return input.is_cuda and torch.backends.cudnn.allow_tf32
+    """Whether products may be rounded to TF32: torch's own setting, by whichever switch, which is of CUDA alone."""
+    return input.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"
 
 
 class ConvPlan(NamedTuple):

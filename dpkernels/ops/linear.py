@@ -13,8 +13,8 @@ _REFUSED = (RuntimeError, TypeError)
 
 
 def _tf32(activations: Tensor) -> bool:
-    """Whether products may be rounded to TF32: torch's own setting, which is of CUDA alone."""
-    return activations.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    """Whether products may be rounded to TF32: torch's own setting, by whichever switch, which is of CUDA alone."""
+    return activations.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _check(activations: Tensor, output_grads: Tensor) -> None:
