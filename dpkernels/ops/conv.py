@@ -107,7 +107,7 @@ def conv_clipped_sums(
 
 def _tf32(input: Tensor) -> bool:
     """Whether products may be rounded to TF32: torch's own setting, by whichever switch, which is of CUDA alone."""
-    return input.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return input.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 class ConvPlan(NamedTuple):
