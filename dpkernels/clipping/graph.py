@@ -35,6 +35,7 @@ _KEPT: dict[str, dict[int, str]] = {
     "Mm": {0: "self", 1: "mat2"},
     "Addmm": {0: "", 1: "mat1", 2: "mat2"},
     "Bmm": {0: "self", 1: "mat2"},
+    "Mv": {0: "self", 1: "vec"},
     "Convolution": {0: "input"},
     "_SkinnyLinear": {0: ""},
     "NativeLayerNorm": {0: "input"},

@@ -7,7 +7,7 @@ from dpkernels.layers.base import STORED, Record, Rule, StoredRule, stored
 from dpkernels.layers.broadcast import BroadcastRule
 from dpkernels.layers.conv import ConvRule
 from dpkernels.layers.embedding import EmbeddingBagRule, EmbeddingRule
-from dpkernels.layers.linear import LeftLinearRule, LinearRule
+from dpkernels.layers.linear import LeftLinearRule, LinearRule, VectorRule
 from dpkernels.layers.norm import ChannelNormRule, FixedNormRule, PositionNormRule
 from dpkernels.layers.ownership import Ownership
 from dpkernels.layers.recurrent import LSTMRule
@@ -18,6 +18,7 @@ from dpkernels.layers.sparse import SelectedRule
 RULES: list[Rule] = [
     LinearRule(),
     LeftLinearRule(),
+    VectorRule(),
     SkinnyLinearRule(),
     ConvRule(),
     ChannelNormRule(),

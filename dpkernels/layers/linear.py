@@ -73,3 +73,22 @@ class LeftLinearRule(LinearRule):
 
     def gradients(self, record: Record, operand: str) -> Tensor:
         return super().gradients(record, operand).mT
+
+
+class VectorRule(LinearRule):
+    """``x @ weight`` with a vector: one output."""
+
+    nodes: ClassVar[dict[str, dict[int, str]]] = {"Mv": {1: "weight"}}
+
+    def record(
+        self, node: Any, grads: Sequence[Tensor | None], shapes: dict[str, tuple[int, ...]], owner: Ownership
+    ) -> Record:
+        (g,) = grads
+        assert g is not None
+        return Record(self, (owner.rows(node._saved_self),), owner.rows(g).unsqueeze(-1), frozenset(shapes))
+
+    def clipped_sums(self, record: Record, weights: Tensor, operands: frozenset[str]) -> dict[str, Tensor]:
+        return {"weight": super().clipped_sums(record, weights, operands)["weight"].squeeze(1)}
+
+    def gradients(self, record: Record, operand: str) -> Tensor:
+        return super().gradients(record, operand).squeeze(2)

@@ -113,6 +113,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         s=weight(),
         head=head(),
     ),
+    "attention by a vector": lambda: Net(
+        lambda m, x: m.head(((x @ m.q).softmax(1).unsqueeze(2) * x).sum(1)), q=weight(5), head=head()
+    ),
+    "a vector used twice": lambda: Net(
+        lambda m, x: m.head(((x @ m.q).softmax(1).unsqueeze(2) * x + (x.tanh() @ m.q).unsqueeze(2)).sum(1)),
+        q=weight(5),
+        head=head(),
+    ),
     "scaled and shifted at once": lambda: Net(
         lambda m, x: m.head(torch.addcmul(m.p, m.s, x.tanh(), value=0.5).square().mean(1)),
         p=weight(1, 1, 5),
@@ -441,6 +449,14 @@ def test_one_row_of_an_example_is_used(batch: int, time: int) -> None:
         clipper.backward(losses_of(model, x, y))
         (plan,) = clipper._plans.values()
         assert all(use.settled for use in plan.uses)
+
+
+def test_as_many_rows_as_a_vector_has_entries() -> None:
+    model = NETS["attention by a vector"]().double()
+    x, y = data(FEATURES, 1)
+    assert_right(model, x.double(), y)
+    model = Net(lambda m, x: m.head(x * (x @ m.q).sigmoid().unsqueeze(1)), q=weight(5), head=head()).double()
+    assert_right(model, torch.randn(5, 5).double(), torch.arange(5) % CLASSES)
 
 
 def test_one_graph_is_clipped_once() -> None:
