@@ -386,7 +386,7 @@ def _remembering_rows(model: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = own(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            rows = next((t.size(0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), None)
+            rows = _rows_of([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
             leaves = tree_leaves(output)
             if not any(isinstance(leaf, Tensor) for leaf in leaves) and hasattr(output, "__dict__"):
                 leaves = tree_leaves(vars(output))
@@ -396,6 +396,15 @@ def _remembering_rows(model: nn.Module) -> Callable[..., Any]:
         return output
 
     return forward
+
+
+def _rows_of(inputs: list[Tensor]) -> int | None:
+    """What all inputs have in their first dimension, but for those that have 1 there; None where they differ."""
+    sizes = {t.size(0) for t in inputs if t.dim()}
+    several = sizes - {1}
+    if len(several) == 1:
+        return several.pop()
+    return 1 if sizes == {1} else None
 
 
 def _metadata(node: Any) -> dict[Any, Any]:

@@ -51,23 +51,25 @@ _PICKING = {
     "Gather": "index",
 }
 _SWITCHED = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-#: Nodes that choose rows by data, and the attribute that tells along which dimension.
-ROUTING = {
-    "Index": None,
-    "IndexPut": None,
-    "MaskedSelect": None,
-    "MaskedScatter": None,
-    "Take": None,
-    "Sort": "_saved_dim",
-    "Topk": "_saved_dim",
-    "Gather": "_saved_dim",
-    "Scatter": "_saved_dim",
-    "ScatterAdd": "_saved_dim",
-    "IndexSelect": "_saved_dim",
-    "IndexAdd": "_saved_dim",
-    "IndexCopy": "_saved_dim",
-    "Kthvalue": "_saved_dim",
-}
+#: Nodes that choose rows by an index.
+ROUTING = frozenset(
+    [
+        "Index",
+        "IndexPut",
+        "MaskedSelect",
+        "MaskedScatter",
+        "Take",
+        "Sort",
+        "Topk",
+        "Gather",
+        "Scatter",
+        "ScatterAdd",
+        "IndexSelect",
+        "IndexAdd",
+        "IndexCopy",
+        "Kthvalue",
+    ]
+)
 
 
 class Graph(NamedTuple):
@@ -430,12 +432,14 @@ class Meetings:
             if kind_of(node) in VIEWS or not shape_of(node):
                 continue
             views = [n for n in self._met if kind_of(n) in VIEWS and n.next_functions[0][0] is node]
-            found |= {shape_of(n)[0] for n in views or [node]}
+            merged = kind_of(node) == "NativeBatchNorm"  # instance norm is one of [1, batch * channels, ...]
+            found |= {shape_of(n)[0] for n in views or ([] if merged else [node])}
         if len(found) == 1:
             return found.pop()
         raise UncapturedError(
-            "a scalar loss does not tell how many examples the batch has, and the model itself was not called, but "
-            "parts of it. Call optimizer.backward(losses) with one loss per example (reduction='none')."
+            "a scalar loss does not tell how many examples the batch has, and the model's inputs do not either: they "
+            "differ in their first dimension, or parts of the model were called. Call optimizer.backward(losses) with "
+            "one loss per example (reduction='none')."
         )
 
     def __contains__(self, node: Any) -> bool:
