@@ -326,7 +326,10 @@ def chooses_by_data(node: Any) -> bool:
     """Whether a node of :data:`ROUTING` has an index that may depend on examples: one that is more than positions."""
     index = getattr(node, "_saved_indices", getattr(node, "_saved_index", None))
     tensors = [t for t in (index if isinstance(index, (tuple, list)) else [index]) if t is not None]
-    return not tensors or _data(tensors, frozenset())
+    # One number everywhere is what data may give by chance.
+    return (
+        not tensors or _data(tensors, frozenset()) or any(t.numel() == 0 or bool(t.min() == t.max()) for t in tensors)
+    )
 
 
 def _use(
